@@ -66,6 +66,67 @@ def test_factors(name: str) -> None:
     check(Case(name=name, function=by_factor(FACTORS[name]), judge=without_sinks, inputs=given))
 
 
+def by_sum(weights: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+    return lambda q, k, v, sinks: weights(scored(q, k), sinks) @ v
+
+
+def _less(a: Tensor) -> tuple[Tensor, Tensor]:
+    largest = a.amax(-1, keepdim=True)
+    return (a - largest).exp(), largest
+
+
+def _over(e: Tensor, more: Tensor | float) -> Tensor:
+    return e / (e.sum(-1, keepdim=True) + more)
+
+
+def _less_the_larger(a: Tensor, s: Tensor) -> Tensor:
+    largest = torch.maximum(a.amax(-1, keepdim=True), s)
+    e = (a - largest).exp()
+    return e / ((s - largest).exp() + e.sum(-1, keepdim=True))
+
+
+def _larger_and_a_little(a: Tensor, s: Tensor) -> Tensor:
+    return _over((a - torch.maximum(a.amax(-1, keepdim=True), s + 40)).exp(), 1e-9)
+
+
+def _put_back(a: Tensor, s: Tensor) -> Tensor:
+    largest = a.amax(-1)
+    e = (a - largest[..., None]).exp()
+    return e / (e.sum(-1) + (s[..., 0] - largest).exp()).unsqueeze(-1)
+
+
+#: weights of scores and logits
+SUMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "less the maximum": lambda a, s: _over((parts := _less(a))[0], (s - parts[1]).exp()),
+    "less the larger one": _less_the_larger,
+    "of plain exponentials": lambda a, s: _over(a.exp(), s.exp()),
+    "one": lambda a, s: _over(a.exp(), 1.0),
+    "put back": _put_back,
+}
+OTHER_SUMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "a logit that keeps the maximum": lambda a, s: _over(_less(a)[0], s.exp()),
+    "less twice the maximum": lambda a, s: _over(_less(a)[0], (s - 2 * _less(a)[1]).exp()),
+    "scaled after the maximum": lambda a, s: _over(((a - a.amax(-1, True)) * 2).exp(), (s - a.amax(-1, True)).exp()),
+    "scores with an offset": lambda a, s: _over(_less(a + 3)[0], (s - _less(a + 3)[1]).exp()),
+    "less than the sum": lambda a, s: _over(a.exp(), -0.5),
+    "a logit of the scores": lambda a, s: _over(a.exp(), a[..., :1].exp()),
+    "a number beside a larger maximum": _larger_and_a_little,
+    "masked afterwards": lambda a, s: _over(a.exp(), s.exp()) * torch.ones(LENGTH, LENGTH).tril(-1),
+}
+
+
+@pytest.mark.in_turns(3)
+@pytest.mark.parametrize("name", SUMS)
+def test_sinks_in_the_sum_itself(name: str) -> None:
+    check(Case(name=name, function=by_sum(SUMS[name]), judge=described("sinks"), inputs=given))
+
+
+@pytest.mark.in_turns(3)
+@pytest.mark.parametrize("name", OTHER_SUMS)
+def test_other_terms_of_the_sum(name: str) -> None:
+    check(Case(name=name, function=by_sum(OTHER_SUMS[name]), judge=missed("one call of PyTorch's"), inputs=given))
+
+
 @CASES.near_miss(with_lse, inputs=lambda: given(1, LENGTH, 1))
 def a_logit_for_each_query(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
     return by_factor(lambda lse, s: torch.sigmoid(lse - s))(q, k, v, sinks)

@@ -95,7 +95,7 @@ def softmax_written_out_over_the_queries(q: Tensor, k: Tensor, v: Tensor) -> Ten
     return (weights / weights.sum(-2, keepdim=True)) @ v
 
 
-@CASES.near_miss(missed(WRITTEN, "exp and a division by its sum"))
+@CASES.near_miss(described("sinks"))
 def softmax_plus_one_written_out(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     weights = (q @ k.mT * 0.3).exp()
     return weights / (weights.sum(-1, keepdim=True) + 1) @ v

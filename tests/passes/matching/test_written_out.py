@@ -165,6 +165,7 @@ FOUND: tuple[Function, ...] = (
     log_softmax_over_keys_first,
     less_logsumexp,
     less_logsumexp_masked,
+    with_a_one_more,
 )
 
 #: what none knows
@@ -173,7 +174,6 @@ WRITTEN: tuple[Function, ...] = (
     masked_after_exp,
     by_a_power,
     normalized,
-    with_a_one_more,
     by_einsum,
     in_base_two,
     in_place,

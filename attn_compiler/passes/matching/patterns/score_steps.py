@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from attn_compiler.passes.graph import constants, mutation, views
+from attn_compiler.passes.graph import axes, constants, mutation, views
 from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.views import argument, value
 from attn_compiler.passes.matching import operands
@@ -48,6 +48,7 @@ STILL_MASKED_BELOW = MASKED_BELOW / 32
 #: An added number up to this keeps a score's significant digits in float32, and keeps a mask a mask
 _MOST_ADDED = 1024.0
 
+_MAXIMA = frozenset({aten.maximum.default, aten.max.other})
 Reader = Callable[[Mirror, fx.Node], list[Step]]
 
 
@@ -96,7 +97,7 @@ def _sub(mirror: Mirror, node: fx.Node) -> list[Step]:
         return _offset(node, alpha)
     maximum = _row_maximum(right, left)
     if maximum is not None and alpha == 1.0:
-        return [Shift(node=node, source=left, uses=maximum)]
+        return [Shift(node=node, source=left, uses=maximum, is_above=any(x.target in _MAXIMA for x in maximum))]
     steps: list[Step] = [*_blended(mirror, node, -alpha), Add(node=node, source=left, term=right, weight=-alpha)]
     if alpha == 1.0 and not mutation.writes(node):
         steps.append(Add(node=node, source=right, term=left, negates=True))
@@ -178,7 +179,12 @@ def _carries_scores(step: Step) -> bool:
 
 
 def _row_maximum(node: fx.Node, scores: fx.Node) -> tuple[fx.Node, ...] | None:
-    """Return the nodes that compute `scores`' maximum over the last axis, kept or put back; None if `node` is not that."""
+    """Return the nodes that compute `scores`' maximum over the last axis, kept or put back, or the larger one of that and of one more
+    number for each row; None if `node` is neither."""
+    if node.target in _MAXIMA:
+        pairs = (node.args[:2], node.args[1::-1])
+        inner = (_row_maximum(x, scores) for x, y in pairs if isinstance(x, fx.Node) and _is_one_a_row(y))
+        return next(((node, *found) for found in inner if found is not None), None)
     path = [node]
     unsqueezed = False
     while True:
@@ -197,6 +203,10 @@ def _row_maximum(node: fx.Node, scores: fx.Node) -> tuple[fx.Node, ...] | None:
     last = value(scores).dim() - 1
     keeps = bool(argument(top, "keepdim"))
     return tuple(path) if keeps != unsqueezed and [d % (last + 1) for d in dims] == [last] else None
+
+
+def _is_one_a_row(x: object) -> bool:
+    return isinstance(x, fx.Node) and (value(x).dim() == 0 or axes.shape_exprs(value(x))[-1] == axes.ONE)
 
 
 def _is_first_item(node: fx.Node) -> bool:

@@ -16,8 +16,9 @@ from attn_compiler.passes.graph import axes, mutation, views
 from attn_compiler.passes.graph.axes import AxisError, Dims
 from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.matching.patterns import shares
-from attn_compiler.passes.matching.patterns.score_chain import Joined
+from attn_compiler.passes.matching.patterns.score_chain import Joined, Scores
 from attn_compiler.passes.matching.patterns.shares import QueryNumbers, is_passed, moved
+from attn_compiler.passes.matching.patterns.softmaxes import Softmax
 
 aten = torch.ops.aten
 _PRODUCTS = frozenset({aten.mul.Tensor, aten.mul_.Tensor})
@@ -79,6 +80,22 @@ def behind(
     if not _is_read_by(mirror, inside, {*inside, *own, end[-1]}) or not _hold(mirror, inside, {*inside, end[-1]}):
         return None
     return Sunk(node=end[-1], dims=dims, logits=logits, nodes=frozenset({*inside, end[-1]}))
+
+
+def inside(softmax: Softmax, scores: Scores) -> Sunk | None:
+    """Return the sinks in a softmax's own sum, or None. Raises AxisError if they are no logits beside the scores as followed."""
+    if softmax.sink is None:
+        return None
+    if scores.is_offset or scores.sinks is not None or len(scores.shifted_along) != int(softmax.sink.is_shifted):
+        raise AxisError("a number was added to the scores, and not to the sinks")
+    logits = softmax.sink.logits
+    if isinstance(logits, fx.Node):
+        kept: Dims = ((),) if softmax.sink.is_kept else ()
+        dims = (*scores.dims[: softmax.dim], *kept, *scores.dims[softmax.dim + 1 :])
+        joined: Joined | float = Joined(node=logits, dims=dims, used=softmax.sink.used)
+    else:
+        joined = logits
+    return Sunk(node=softmax.node, dims=scores.dims, logits=joined, nodes=softmax.nodes)
 
 
 def _factor(carried: fx.Node, node: fx.Node) -> fx.Node | None:

@@ -115,7 +115,11 @@ def _match(
     sums = denominators.of(mirror, softmax, scores, key)
     own = frozenset({*softmax.nodes, *(s.node for s in steps), *(u for s in steps for u in s.uses)})
     _check_readers(mirror, own | sums.nodes, product, steps)
-    sunk = sinks.behind(mirror, anchor, scores.dims, sums.known, own) if with_sinks else None
+    sunk = within = sinks.inside(softmax, scores)
+    if within is not None and not with_sinks:
+        raise AxisError("the sinks differ from query to query")
+    if sunk is None and with_sinks:
+        sunk = sinks.behind(mirror, anchor, scores.dims, sums.known, own)
     if sunk is not None:
         scores.dims = sunk.dims
     start = anchor if sunk is None else sunk.node
@@ -131,7 +135,9 @@ def _match(
         out, out_dims = (out, out_dims) if sunk is None else (sunk.node, sunk.dims)
     covered = frozenset({product.node, *(s.node for s in steps), *softmax.nodes, *way.nodes, weighted.node})
     lse = denominators.read(mirror, sums, covered, out) if sunk is None else None
-    if lse is not None or sunk is not None:
+    if within is not None and len(scores.keeps) > masks:
+        raise AxisError("weights are masked after the sinks joined their sum")
+    if lse is not None or sunk is not within:
         denominators.check(softmax, scores, is_masked_later=len(scores.keeps) > masks)
     q_node, k_node = (product.lhs, product.rhs) if keys_on_the_right else (product.rhs, product.lhs)
     q_labels, k_labels = product.lhs_labels, product.rhs_labels

@@ -6,8 +6,9 @@ row has no weight left, or an exponential is infinite, the model gives NaN.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -37,12 +38,28 @@ _MOST_ADDED = 2.0**-24
 
 @dataclass(frozen=True, kw_only=True)
 class Softmax:
-    """node: the weights. scores: the input. dim: its softmax axis. nodes: all nodes of the softmax."""
+    """node: the weights. scores: the input. dim: its softmax axis. nodes: all of its nodes. sink: one more exponential in the sum."""
 
     node: fx.Node
     scores: fx.Node
     dim: int
     nodes: frozenset[fx.Node]
+    sink: SinkTerm | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SinkTerm:
+    """An exponential added to the sum of the scores' exponentials.
+
+    logits: its exponent beside the scores, a tensor or a number.
+    used: the node that reads a tensor. is_shifted: the row's maximum was subtracted from both exponents. is_kept: a tensor has a dimension
+    in place of the keys.
+    """
+
+    logits: fx.Node | float
+    used: fx.Node
+    is_shifted: bool
+    is_kept: bool = True
 
 
 def read(mirror: Mirror, anchor: fx.Node) -> Softmax | None:
@@ -85,13 +102,60 @@ def _over_sum(mirror: Mirror, exp: fx.Node) -> Softmax | None:
         divisor, reader = _divisor(weights, exp)
         if divisor is None or (reader is not weights and not _is_read_by(mirror, reader, {weights})):
             continue
-        path = _row(mirror, divisor, reader, SUM, exp)
+        path, sink = _row(mirror, divisor, reader, SUM, exp), None
+        if path is None:
+            path, sink = _row_with_sink(mirror, divisor, reader, exp)
         if path is None or value(weights).dtype != value(exp).dtype:
             continue
         if _is_read_by(mirror, exp, {weights, path.nodes[-1]}):
             nodes = frozenset({exp, weights, reader, *path.nodes})
-            return Softmax(node=weights, scores=views.source(exp), dim=path.dim, nodes=nodes)
+            return Softmax(node=weights, scores=views.source(exp), dim=path.dim, nodes=nodes, sink=sink)
     return None
+
+
+def _row_with_sink(
+    mirror: Mirror, node: fx.Node, reader: fx.Node, exp: fx.Node
+) -> tuple[_Row, SinkTerm] | tuple[None, None]:
+    """Read `node` as sum(exp) + exp(sink - m) where m was subtracted from the scores, else as sum(exp) + exp(sink) or + a number."""
+    over = [node] if node.target is aten.unsqueeze.default and _is_read_by(mirror, node, {reader}) else []
+    node, reader = (views.source(node), node) if over else (node, reader)
+    if node.target is not aten.add.Tensor or argument(node, "alpha") != 1 or not _is_read_by(mirror, node, {reader}):
+        return None, None
+    for total, other in (node.args[:2], node.args[1::-1]):
+        put_back = argument(over[0], "dim") % value(exp).dim() if over else None  # type: ignore[operator]
+        path = _row(mirror, total, node, SUM, exp, put_back=put_back) if isinstance(total, fx.Node) else None
+        found = None if path is None else _sink(mirror, other, node, views.source(exp))
+        if path is not None and found is not None:
+            sink, nodes = found
+            return _Row(dim=path.dim, nodes=(*over, node, *nodes, *path.nodes)), replace(sink, is_kept=not over)
+    return None, None
+
+
+def _sink(mirror: Mirror, term: object, total: fx.Node, scores: fx.Node) -> tuple[SinkTerm, tuple[fx.Node, ...]] | None:
+    """Read a term of a sum of exponentials as one more exponential, with the nodes that compute it. total: the sum."""
+    is_shifted = any(isinstance(step, Shift) for step in score_steps.read(mirror, scores))
+    number = constants.everywhere(mirror, term)
+    if number is not None and number > 0 and math.isfinite(number) and not is_shifted:
+        return SinkTerm(logits=math.log(number), used=total, is_shifted=False), ()
+    if not isinstance(term, fx.Node) or term.target not in WRITTEN_OUT or not _is_read_by(mirror, term, {total}):
+        return None
+    if not is_shifted:
+        return SinkTerm(logits=views.source(term), used=term, is_shifted=False), (term,)
+    less = views.source(term)
+    if not _is_read_by(mirror, less, {term}):
+        return None
+    shift = scores.args[1]
+    shifts = {shift, *(shift.args[:1] if isinstance(shift, fx.Node) and shift.target is aten.unsqueeze.default else ())}
+    if less.target is aten.neg.default and less.args[0] in shifts:
+        return SinkTerm(logits=0.0, used=less, is_shifted=True), (term, less)
+    if less.target is not aten.sub.Tensor or argument(less, "alpha") != 1 or less.args[1] not in shifts:
+        return None
+    logits = less.args[0]
+    number = constants.everywhere(mirror, logits)
+    if number is None and not isinstance(logits, fx.Node):
+        return None
+    known = number if number is not None and math.isfinite(number) else logits
+    return SinkTerm(logits=known, used=less, is_shifted=True), (term, less)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,11 +223,20 @@ class _Row:
 
 
 def _row(
-    mirror: Mirror, node: fx.Node, reader: fx.Node, op: object, of: fx.Node, *, is_shared: bool = False
+    mirror: Mirror,
+    node: fx.Node,
+    reader: fx.Node,
+    op: object,
+    of: fx.Node,
+    *,
+    is_shared: bool = False,
+    put_back: int | None = None,
 ) -> _Row | None:
-    """Read `node` as `op` on `of` over one axis, which is kept or put back. Unless shared, only `reader` may read it."""
+    """Read `node` as `op` on `of` over one axis, which is kept or put back. Unless shared, only `reader` may read it.
+
+    put_back: the axis that is put back behind `node`.
+    """
     path = [node]
-    put_back: int | None = None
     below = reader
     while path[-1].target is not op:
         top = path[-1]
@@ -192,7 +265,8 @@ def _row(
 
 def _adds_nothing(mirror: Mirror, node: fx.Node, exp: fx.Node) -> bool:
     """Return whether a node adds a number that a sum of exponentials loses: the largest exponential is 1."""
-    if not any(isinstance(step, Shift) for step in score_steps.read(mirror, views.source(exp))):
+    steps = score_steps.read(mirror, views.source(exp))
+    if not any(isinstance(step, Shift) and not step.is_above for step in steps):
         return False
     if node.target is not aten.add.Tensor or argument(node, "alpha") != 1 or not isinstance(node.args[0], fx.Node):
         return False

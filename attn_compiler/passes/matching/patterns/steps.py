@@ -101,4 +101,9 @@ class Offset(Step):
 
 @dataclass(frozen=True, kw_only=True)
 class Shift(Step):
-    """Subtraction of the maximum along the last axis. A softmax over that axis does not depend on it."""
+    """Subtraction of the maximum along the last axis, or of a number above it. A softmax over that axis does not depend on it.
+
+    is_above: the number may be above the maximum, so that the largest exponential is below 1.
+    """
+
+    is_above: bool = False
