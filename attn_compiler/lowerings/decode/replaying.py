@@ -1,6 +1,6 @@
 """Launches of decode kernels, and their replay at one place in compiled code, for tensors that lie alike in each call.
 
-Those of a static cache do. After the first call only addresses are checked. Imports triton, so it is imported late.
+Tensors of a static cache lie alike. After the first call only addresses are checked. This module imports Triton, so others import it late.
 """
 
 from __future__ import annotations

@@ -255,7 +255,7 @@ def finish(mirror: Mirror, site: Site, builder: GraphBuilder, out: fx.Node, old:
 
 
 def _without_zeros(site: Site, spec: AttentionSpec, builder: GraphBuilder, out: fx.Node) -> fx.Node:
-    """Return the output in the model's head dim, which no lowering with another one gets as a symbol."""
+    """Cut the output to the model's head dim. A symbolic head dim never gets zeros."""
     width = axes.dim_size(site.match.axes.head_dim_v)
     is_wider = width.is_Integer and width != spec.head_dim_v
     return builder.call(torch.narrow, out, 3, 0, int(width)) if is_wider else out

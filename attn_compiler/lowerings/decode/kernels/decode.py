@@ -88,7 +88,7 @@ def _load(
     base, keys, stride, end, allowed,
     FIRST: tl.constexpr, PART: tl.constexpr, HEAD_DIM: tl.constexpr, ALIGN: tl.constexpr, SLICES: tl.constexpr,
 ):  # fmt: skip
-    """Load a part of the head dim of keys or values: (N, PART), or (S, N, PART) for S slices. What is beyond `end` or not allowed is 0."""
+    """Load a part of the head dim of keys or values: (N, PART), or (S, N, PART) for S slices. Masked keys and keys from `end` on are 0."""
     dims = _rows(FIRST + tl.arange(0, PART)[None, :], SLICES)
     inside = keys < end
     if allowed is not None:

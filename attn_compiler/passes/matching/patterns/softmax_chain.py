@@ -8,12 +8,14 @@ skip that and fuse softmax(dim=-2) wrongly (https://github.com/pytorch/pytorch/i
 from __future__ import annotations
 
 import contextlib
+from operator import attrgetter
 
 import torch
 from torch import fx
 
 from attn_compiler.passes.graph import axes, constants, gradients, mutation, views
 from attn_compiler.passes.graph.axes import Atom, AxisError, Dim, Dims
+from attn_compiler.passes.graph.calls import reached
 from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.site import Factor, Match, Operand, Refused, SiteScores, Term
 from attn_compiler.passes.matching import contraction, operands
@@ -237,7 +239,7 @@ def _check_readers(mirror: Mirror, allowed: frozenset[fx.Node], product: Contrac
             is_cheap = _reaches_softmax(mirror, node, user) or not gradients.carries(
                 mirror, node if user.op == "output" else user
             )
-            if is_written or not is_cheap or _leads_to(user, allowed):
+            if is_written or not is_cheap or not allowed.isdisjoint(reached([user], attrgetter("users"))):
                 raise Refused(
                     code=Code.SCORES_READ,
                     rule="the scores have no reader besides the softmax, or one without a gradient that does not join them",
@@ -254,17 +256,6 @@ def _reaches_softmax(mirror: Mirror, scores: fx.Node, node: fx.Node) -> bool:
             return False
         scores, node = node, next(iter(node.users))
     return node.target in ANCHORS
-
-
-def _leads_to(node: fx.Node, nodes: frozenset[fx.Node]) -> bool:
-    waiting, seen = [node], {node}
-    while waiting:
-        users = waiting.pop().users.keys() - seen
-        if users & nodes:
-            return True
-        seen |= users
-        waiting += users
-    return False
 
 
 def _factor(mirror: Mirror, scaled: Scaled, key: Dim, out: fx.Node) -> Factor:
