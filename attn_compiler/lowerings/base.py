@@ -259,6 +259,10 @@ class Lowering(Protocol):
         """Return whether `emit` honours `spec.mask.means`, in the forward and backward."""
         return False
 
+    def reads_pairs(self, spec: AttentionSpec, target: Target) -> bool:
+        """Return whether a mask or bias is read that has an element for each pair of a query and a key."""
+        return spec.has_pairs
+
     def plan(self, spec: AttentionSpec, target: Target) -> Any:
         """Return all decisions for a site that this lowering takes, as frozen data: the spec itself if there are no others."""
         return spec

@@ -65,6 +65,13 @@ SITE: tuple[Column[SiteReport], ...] = (
         read=lambda x: wording.unproved(x.spec.mask),
         style="formula",
     ),
+    Column(key="reads_pairs"),
+    Column(
+        key="proved_as_dense",
+        label="read as",
+        title="Read as",
+        words=lambda x: f"proved, read as a dense tensor: {_added(x.spec)}" if x.proved_as_dense else None,
+    ),
     Column(key="score", label="score", title="Scores", read=lambda x: x.spec.score.words),
     Column(
         key="score_added", label="added", title="Added to scores", read=lambda x: x.spec.score.added, style="formula"
@@ -154,6 +161,10 @@ def _dtypes(spec: AttentionSpec) -> str:
     weights = ", returns the weights" if spec.returns_weights else ""
     lse = "" if spec.lse == "unread" else f", its logsumexp is {spec.lse}"
     return f"{spec.dtype}{goes_on}, {_gradient(spec.needs_grad)}{weights}{lse}"
+
+
+def _added(spec: AttentionSpec) -> str:
+    return "" if spec.added_tensor is None else spec.added_tensor.words.removeprefix("dense ")
 
 
 def _gradient(needed: bool) -> str:

@@ -55,6 +55,7 @@ class SiteReport:
     estimate: the time of one call; None if nothing like it was measured.
     faster: a lowering measured to be faster on such sites, of a package that is not installed; None without one.
     texts: of the leaf ops that compute it, the keys of their failures.
+    reads_pairs: the lowering reads a mask or bias with an element for each pair of a query and a key.
     """
 
     modules: tuple[str, ...]
@@ -68,6 +69,12 @@ class SiteReport:
     estimate: Estimate | None = None
     faster: Faster | None = None
     texts: tuple[str, ...] = ()
+    reads_pairs: bool = False
+
+    @property
+    def proved_as_dense(self) -> bool:
+        """True if all that the tensor over pairs holds was proved, and it is read all the same."""
+        return self.reads_pairs and self.spec.is_proved
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -36,12 +36,14 @@ def _shown(words: str) -> str:
 def totals(reports: Sequence[GraphReport]) -> str:
     """Return counts over the graphs: "2 graphs, 33 attention sites (sdpa 32, untouched 1), 1 miss, 0.21 s in passes"."""
     chosen = lowerings(site for report in reports for site in report.sites)
+    dense = sum(len(site.modules) for report in reports for site in report.sites if site.proved_as_dense)
     misses = sum(report.num_misses for report in reports)
     failures = sum(report.failure is not None for report in reports)
     faults = sum(len(report.faults) for report in reports)
     seconds = sum(report.total_seconds for report in reports)
     parts = [counted(len(reports), "graph")] if len(reports) > 1 else []
     parts.append(counted(chosen.total(), "attention site") + (f" ({_each(chosen)})" if chosen else ""))
+    parts += [f"{dense} of them proved and read as a dense tensor"] if dense else []
     parts += linear_totals(reports)
     parts += [counted(misses, "miss", "misses")] if misses else []
     parts += [f"{failures} FAILED"] if failures else []

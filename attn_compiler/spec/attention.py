@@ -14,7 +14,7 @@ from typing import Literal
 
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
-from attn_compiler.spec import added_scores, fp8_recipe, masks, scores
+from attn_compiler.spec import added_scores, fp8_recipe, masks, reads, scores
 from attn_compiler.spec.chosen_keys import Chosen
 from attn_compiler.spec.codec import UNSAID, Codec, Coded
 from attn_compiler.spec.fp8_recipe import Fp8Recipe
@@ -197,6 +197,20 @@ class AttentionSpec(Coded):
     def added_tensor(self) -> masks.Dense | scores.DenseBias | None:
         """The one tensor added to the scores: the dense mask, else the bias."""
         return self.mask.dense or self.score.bias
+
+    @property
+    def has_pairs(self) -> bool:
+        """True if the tensor that is added has an element for each pair of a query and a key."""
+        tensor = self.added_tensor
+        return tensor is not None and len(tensor.shape) > 1 and 1 not in tensor.shape[-2:]
+
+    @property
+    def is_proved(self) -> bool:
+        """True if every condition and number of the tensor that is added is known, and none is itself an element for each pair."""
+        held, added = self.mask.held, self.score.proved
+        known = (*(kind.condition for kind in held), *(kind.summand for kind in added))
+        is_whole = self.mask.reason is None and (self.score.bias is None or bool(added))
+        return is_whole and bool(known) and not any(map(reads.is_over_pairs, known))
 
     def with_zeros(self, multiple: int) -> AttentionSpec:
         """Return the spec of the same attention with zeros behind each head's numbers; the spec itself where none are missing."""

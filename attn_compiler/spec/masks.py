@@ -107,7 +107,7 @@ class MaskSpec:
             rest = "a rest" if self.rest is None else self.rest.words
             return f"{meaning} (proved) ∧ {rest}, {f'as {applied}' if applied else 'within the bias'}"
         # A mask that is proved and not applied is part of the scores' DenseBias.
-        return f"{meaning} (proved), {f'as {applied}' if applied else 'within the bias'}"
+        return f"{meaning} (proved){'' if applied else ', within the bias'}"
 
     @property
     def formula(self) -> str | None:

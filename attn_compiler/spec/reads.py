@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import typing
 from collections.abc import Iterator
 from typing import Any
 
 from attn_compiler import index_expr as ix
-from attn_compiler.index_expr import Expr
+from attn_compiler.index_expr import Expr, Index
 from attn_compiler.spec.added_scores import ProvedScore
 from attn_compiler.spec.chosen_keys import Chosen
 from attn_compiler.spec.masks import MaskKind
@@ -39,6 +40,14 @@ def sizes(kind: MaskKind | ProvedScore | Chosen) -> frozenset[str]:
 def names(kind: MaskKind | ProvedScore | Chosen) -> frozenset[str]:
     """Return the names needed to evaluate a kind: its tensors and its sizes."""
     return tensors(kind) | sizes(kind)
+
+
+def is_over_pairs(x: Expr) -> bool:
+    """Return whether an expression loads from a tensor with an axis for queries and another one for keys."""
+    return any(
+        any(ix.mentions(q, Index("q")) and ix.mentions(k, Index("k")) for q, k in itertools.permutations(load.at, 2))
+        for load in ix.loads(x)
+    )
 
 
 def names_in(x: Expr) -> frozenset[str]:

@@ -41,8 +41,7 @@ padding: left out
 [1] model.layers.{0..4}.self_attn ×5
     lowering  hopper
     pattern   sdpa call
-    mask      causal ∧ key padding attention_mask[b, k] (proved), as dense bool[2, 1,
-              1024, 1024]
+    mask      causal ∧ key padding attention_mask[b, k] (proved)
     formula   k <= q ∧ attention_mask[b, k] ≠ 0
     score     scale 0.125, softcap 50
     dtype     bfloat16, needs grad
@@ -82,7 +81,7 @@ JSON: list[dict[str, Any]] = json.loads(f"""[
 {{
  "modules": ["model.layers.0.self_attn", "model.layers.1.self_attn", "model.layers.2.self_attn",
              "model.layers.3.self_attn", "model.layers.4.self_attn"],
- "spec": {SPEC.to_text()}, "faster": null, "mask_unproved": null, "score_added": null,
+ "spec": {SPEC.to_text()}, "faster": null, "mask_unproved": null, "reads_pairs": false, "proved_as_dense": false, "score_added": null,
  "refusals": [{{"lowering": "fa4", "reasons": [{NOT_INSTALLED}, {CAPPED}], "when_built": false}},
               {{"lowering": "cudnn", "reasons": [{CAPPED}], "when_built": false}},
               {{"lowering": "flash", "reasons": [{CAPPED}], "when_built": false}}],
@@ -102,7 +101,8 @@ JSON: list[dict[str, Any]] = json.loads(f"""[
 }}]""")
 #: never one less: tools read them
 KEYS = [
-    "modules pattern spec mask mask_formula mask_unproved score score_added lowering refusals copies notes source evidence estimate faster",
+    "modules pattern spec mask mask_formula mask_unproved reads_pairs proved_as_dense score score_added "
+    "lowering refusals copies notes source evidence estimate faster",
     "modules computes function spec lowering refusals evidence",
     "modules anchor nearest stopped_at reason source",
 ]
@@ -202,6 +202,7 @@ ANY_LENGTH = dataclasses.replace(EVIDENCE, length="any, chosen as for 4096")
 SAID: dict[str, tuple[dict[str, Any], str]] = {
     "unproved": ({"spec": {"mask": UNREAD}}, "it adds <x>[q, k]"),
     "mask": ({"spec": {"mask": UNREAD}}, "dense additive float32[1, 1, 8, 8]"),
+    "read as": ({"reads_pairs": True}, "proved, read as a dense tensor: bool[2, 1, 1024, 1024]"),
     "added": ({"spec": {"score": scores.ScoreSpec(scale=1.0, proved=(ALIBI,))}}, "ALiBi slopes[h] · k"),
     "dtype": (
         {"spec": {**UNUSUAL, "returns_weights": True, "lse": "read"}},
@@ -220,13 +221,13 @@ def test_a_fact_is_the_same_in_each_output(label: str) -> None:
     assert _of_row(str(report), label) == words
     assert _facts(_cards(report)[0])[column.title] == words
     (row,) = report.to_dict()["sites"]
-    assert row.get(column.key, words) in (words, dataclasses.asdict(FASTER))
+    assert row.get(column.key, words) in (words, dataclasses.asdict(FASTER), True)
 
 
 def test_facts_that_a_site_lacks_have_no_row_and_a_null() -> None:
     bare = dataclasses.replace(SITE, copies=(), notes=(), source=None, evidence=None, estimate=None)
     report = dataclasses.replace(REPORT, sites=(bare,), misses=())
-    assert not re.search("copies|notes|source|length|faster|added|unproved", str(report).partition("[1]")[2])
+    assert not re.search("copies|notes|source|length|faster|added|unproved|read as", str(report).partition("[1]")[2])
     card = _cards(report)[0]
     assert not {"Notes", "Line of the model", "Length", "Added to scores"} & _facts(card).keys()
     assert "No operand is copied." in card.text

@@ -129,7 +129,7 @@ def test_lines_of_a_log() -> None:
     summary = f"graph 0/0 on {TARGET}: 5 attention sites (hopper 5), 1 miss, 254 ms in passes"
     assert wording.summary(REPORT) == summary
     more = "; attn_compiler.reports().save('report.html') shows why"
-    assert wording.introduction(REPORT) == f"{summary}; by mask: 5 × {SPEC.mask.words[:60]}…: hopper{more}"
+    assert wording.introduction(REPORT) == f"{summary}; by mask: 5 × {SPEC.mask.words}: hopper{more}"
 
 
 def test_the_first_line_of_a_process_stays_a_line() -> None:

@@ -211,7 +211,7 @@ def test_words_of_a_mask() -> None:
     assert MaskSpec(kinds=(Causal(),), flag=Flag.CALLED, dense=dense).words == "causal ∧ dense bool[1]"
     assert MaskSpec(kinds=(Causal(),), flag=Flag.READ).words == "causal (proved)"
     proved = MaskSpec(kinds=(Causal(), KeyPadding(condition=ix.as_bool(MASKS_PADDING))), dense=dense)
-    assert proved.words == "causal ∧ key padding padding[b, k] (proved), as dense bool[1]"
+    assert proved.words == "causal ∧ key padding padding[b, k] (proved)"
     assert MaskSpec(kinds=(Causal(),)).words == "causal (proved), within the bias"
     assert proved.formula == "k <= q ∧ padding[b, k] ≠ 0"
     assert MaskSpec(dense=dense, reason="it is not in the graph").formula is None

@@ -9,27 +9,23 @@ for a causal one 91 and 76. On GPUs that was not measured.
 
 from __future__ import annotations
 
-from attn_compiler.lowerings.shared.parts import site_parts as parts
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
-from attn_compiler.spec import dims
 from attn_compiler.spec.attention import AttentionSpec
 
 #: lowerings that write all scores to memory
 _WRITE_SCORES = frozenset({"math", "reference", "reference_fp8"})
 
-#: prefix of lowerings that read the mask or bias as one tensor, even where its kinds were proved
-_GIVEN = "sdpa_"
 
+def check_flex_call(spec: AttentionSpec, name: str, reads_pairs: bool) -> list[Reason]:
+    """Return why the lowering does not replace a call of FlexAttention's, or of a library's, that it could serve.
 
-def check_flex_call(spec: AttentionSpec, name: str) -> list[Reason]:
-    """Return why the lowering does not replace a call of FlexAttention's, or of a library's, that it could serve."""
+    reads_pairs: it reads a mask or bias with an element for each score.
+    """
     if name in _WRITE_SCORES:
         return [_reason(name, "it writes the scores")]
     tensor = spec.added_tensor
-    if tensor is None or any(dims.same(size, 1) for size in tensor.shape[-2:]):
-        return []
-    if not name.startswith(_GIVEN) and not parts.parts(spec).kinds & {"mask", "bias"}:
+    if tensor is None or not reads_pairs:
         return []
     shape = " × ".join(map(str, tensor.shape))
     return [_reason(name, f"it reads a tensor of {shape}: {spec.mask.reason or spec.mask.added or spec.mask.words}")]

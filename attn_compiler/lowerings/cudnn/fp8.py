@@ -16,7 +16,7 @@ import operator
 import torch
 from torch import fx
 
-from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands, check_fp8_inputs
+from attn_compiler.lowerings.base import Emitter, LayoutDemand, Operands, check_fp8_inputs
 from attn_compiler.lowerings.cudnn import (
     fp8_gradients,
     limits as graph_limits,
@@ -29,6 +29,7 @@ from attn_compiler.lowerings.cudnn.plan import CudnnCall
 from attn_compiler.lowerings.fp8 import limits, quantise, restoring, visible_keys
 from attn_compiler.lowerings.shared.limits import common as shared_limits, known_bad
 from attn_compiler.lowerings.shared.ops.leaf_ops import like_output
+from attn_compiler.lowerings.shared.parts.by_parts import ByParts
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason, refuse
 from attn_compiler.spec import dims
@@ -47,7 +48,7 @@ _LENGTH_MULTIPLE = 16
 _MOST_QUERIES_OF_A_KEY = 32 * 1024
 
 
-class CudnnFp8(Lowering):
+class CudnnFp8(ByParts):
     """`attn_compiler::cudnn_fp8`, with the gradient attached by cudnn/ops.py or fp8_gradients.py."""
 
     name = "cudnn_fp8"

@@ -14,11 +14,13 @@ import operator
 import torch
 from torch import fx
 
-from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
+from attn_compiler.lowerings.base import Emitter, LayoutDemand, Operands
 from attn_compiler.lowerings.cudnn import limits as graph_limits, operands as cudnn_operands, plan, plans as cudnn_plans
 from attn_compiler.lowerings.cudnn.plan import CudnnCall
 from attn_compiler.lowerings.cudnn.takes import TAKES
 from attn_compiler.lowerings.shared.limits import common as limits, cudnn_limits, mask_limits, takes
+from attn_compiler.lowerings.shared.parts.by_parts import ByParts
+from attn_compiler.lowerings.shared.parts.site_parts import Parts
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason, refuse
 from attn_compiler.spec import dims
@@ -29,7 +31,7 @@ from attn_compiler.spec.target import Target
 WORKSPACE_LIMIT = 2 * 2**30
 
 
-class CudnnAttention(Lowering):
+class CudnnAttention(ByParts):
     """`attn_compiler::cudnn` (ops.py)."""
 
     name = "cudnn"
@@ -45,6 +47,9 @@ class CudnnAttention(Lowering):
 
     def demand(self, spec: AttentionSpec) -> LayoutDemand:
         return LayoutDemand(alignment=plan.ALIGNMENT, zero_strides=False)
+
+    def _parts(self, spec: AttentionSpec) -> Parts:
+        return plan.parts(spec)
 
     def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
         call = call_of(spec, emitter.target)

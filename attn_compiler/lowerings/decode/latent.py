@@ -12,12 +12,13 @@ import operator
 import torch
 from torch import fx
 
-from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
+from attn_compiler.lowerings.base import Emitter, LayoutDemand, Operands
 from attn_compiler.lowerings.decode import gathered, latent_hopper, latent_schedule, operands as decode_operands
 from attn_compiler.lowerings.decode.plan import DecodeCall
 from attn_compiler.lowerings.decode.takes import OF_LATENT
 from attn_compiler.lowerings.shared.limits import kernel_limits
 from attn_compiler.lowerings.shared.parts import latents
+from attn_compiler.lowerings.shared.parts.by_parts import ByParts
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason, refuse
 from attn_compiler.spec.attention import AttentionSpec, LatentSpec
@@ -28,7 +29,7 @@ from attn_compiler.spec.target import Target
 _MOST_RANK, _MOST_ROPE, _VECTOR = 512, 128, 16
 
 
-class DecodeLatent(Lowering):
+class DecodeLatent(ByParts):
     """`attn_compiler::decode_latent` (ops.py)."""
 
     name = "decode_latent"

@@ -11,12 +11,13 @@ import operator
 import torch
 from torch import fx
 
-from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands, first_two
+from attn_compiler.lowerings.base import Emitter, LayoutDemand, Operands, first_two
 from attn_compiler.lowerings.choice.rows import MOST_QUERIES
 from attn_compiler.lowerings.decode import gathered, operands as decode_operands, schedule as decode_schedule
 from attn_compiler.lowerings.decode.plan import DecodeCall
 from attn_compiler.lowerings.decode.takes import TAKES
 from attn_compiler.lowerings.shared.limits import kernel_limits, mask_limits, takes
+from attn_compiler.lowerings.shared.parts.by_parts import ByParts
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason, refuse
 from attn_compiler.spec.attention import AttentionSpec
@@ -26,7 +27,7 @@ from attn_compiler.spec.target import Target
 _FP8_SINCE, _VECTOR = 89, 16
 
 
-class Decode(Lowering):
+class Decode(ByParts):
     """`attn_compiler::decode` (ops.py)."""
 
     name = "decode"

@@ -11,10 +11,11 @@ import operator
 import torch
 from torch import fx
 
-from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
+from attn_compiler.lowerings.base import Emitter, LayoutDemand, Operands
 from attn_compiler.lowerings.fa4 import limits
 from attn_compiler.lowerings.fa4.plan import Fa4Call
 from attn_compiler.lowerings.shared.ops.leaf_ops import late
+from attn_compiler.lowerings.shared.parts.by_parts import ByParts
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.dtypes import HALVES
@@ -26,7 +27,7 @@ _why_not_compiled = late("fa4.launch", "why_not_compiled")
 _SINK_DTYPES = (*HALVES, torch.float32)
 
 
-class FlashAttention4(Lowering):
+class FlashAttention4(ByParts):
     """`attn_compiler::fa4` (ops.py)."""
 
     name = "fa4"

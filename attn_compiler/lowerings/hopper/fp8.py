@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from torch import fx
 
-from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands, check_fp8_inputs
+from attn_compiler.lowerings.base import Emitter, LayoutDemand, Operands, check_fp8_inputs
 from attn_compiler.lowerings.fp8 import limits, quantise, restoring, visible_keys
 from attn_compiler.lowerings.hopper.takes import FP8
 from attn_compiler.lowerings.shared.calls import cudnn_backward
 from attn_compiler.lowerings.shared.limits import common as shared_limits, kernel_limits, takes
 from attn_compiler.lowerings.shared.ops.leaf_ops import late, register_forward
 from attn_compiler.lowerings.shared.parts import part_tensors, site_parts, tile_table
+from attn_compiler.lowerings.shared.parts.by_parts import ByParts
 from attn_compiler.lowerings.shared.parts.kernel_plan import Call
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason, refuse
@@ -23,7 +24,7 @@ _REMEDY = "leave the choice to the recipe, or give lowering='triton_fp8', which 
 _OF_LENGTHS = ("rows", "tiles", "tiles_by_key")
 
 
-class HopperFp8(Lowering):
+class HopperFp8(ByParts):
     """`attn_compiler::hopper_fp8`, with the operands of `triton_fp8`. fp8/restoring.py attaches a backward."""
 
     name = "hopper_fp8"

@@ -12,12 +12,13 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands, first_two
+from attn_compiler.lowerings.base import Emitter, LayoutDemand, Operands, first_two
 from attn_compiler.lowerings.hopper import added, limits, mask_bits
 from attn_compiler.lowerings.hopper.call import FOR_ALL, HopperCall, backward_of, call_of
 from attn_compiler.lowerings.hopper.ops import IN_ORDER, given_op, grad_operands
 from attn_compiler.lowerings.shared.limits import kernel_limits
 from attn_compiler.lowerings.shared.parts import part_tensors, site_parts
+from attn_compiler.lowerings.shared.parts.by_parts import ByParts
 from attn_compiler.lowerings.shared.parts.kernel_plan import Plan
 from attn_compiler.lowerings.shared.parts.part_tensors import Size
 from attn_compiler.reasons.codes import Code
@@ -26,7 +27,7 @@ from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.target import Target
 
 
-class HopperAttention(Lowering):
+class HopperAttention(ByParts):
     """`attn_compiler::hopper` (ops.py)."""
 
     name = "hopper"

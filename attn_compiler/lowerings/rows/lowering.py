@@ -10,12 +10,13 @@ import operator
 import torch
 from torch import fx
 
-from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
+from attn_compiler.lowerings.base import Emitter, LayoutDemand, Operands
 from attn_compiler.lowerings.rows.pieces import operand_names
 from attn_compiler.lowerings.rows.takes import TAKES
 from attn_compiler.lowerings.shared.limits import common as limits, mask_limits
 from attn_compiler.lowerings.shared.limits.takes import refused
 from attn_compiler.lowerings.shared.parts import part_tensors, site_parts as parts
+from attn_compiler.lowerings.shared.parts.by_parts import ByParts
 from attn_compiler.lowerings.shared.parts.site_parts import ADDED
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason, refuse
@@ -23,7 +24,7 @@ from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.target import Target
 
 
-class CpuRows(Lowering):
+class CpuRows(ByParts):
     """`attn_compiler::rows` (ops.py)."""
 
     name = "rows"

@@ -71,6 +71,9 @@ class _Pinned(Lowering, ABC):
         it."""
         return with_flag(spec, lambda told: self._refused(told, target))
 
+    def reads_pairs(self, spec: AttentionSpec, target: Target) -> bool:
+        return self.with_flag(spec, target).has_pairs
+
     def _refused(self, spec: AttentionSpec, target: Target) -> list[Reason]:
         return [*refused(self._taken(target), spec), *self._limits(spec, target)]
 

@@ -10,11 +10,12 @@ import dataclasses
 
 from torch import fx
 
-from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands, Tile, Tiles, check_fp8_inputs
+from attn_compiler.lowerings.base import Emitter, LayoutDemand, Operands, Tile, Tiles, check_fp8_inputs
 from attn_compiler.lowerings.fp8 import limits, quantise, restoring, visible_keys
 from attn_compiler.lowerings.shared.limits import common as shared_limits, kernel_limits, mask_limits, takes
 from attn_compiler.lowerings.shared.ops.leaf_ops import late, register_forward
 from attn_compiler.lowerings.shared.parts import part_tensors, site_parts as parts, tile_table
+from attn_compiler.lowerings.shared.parts.by_parts import ByParts
 from attn_compiler.lowerings.shared.parts.kernel_plan import Call
 from attn_compiler.lowerings.triton.takes import FP8
 from attn_compiler.reasons.decisions import Reason
@@ -36,7 +37,7 @@ _WIDE_HEADS = Tile(queries=64, keys=64, warps=8, stages=2)
 _WIDE_HEADS_GRAD_Q = Tile(queries=64, keys=64, warps=4, stages=1)
 
 
-class TritonFp8(Lowering):
+class TritonFp8(ByParts):
     """`attn_compiler::triton_fp8`, whose operands are those of fp8/quantise.py, then those of triton's plan."""
 
     name = "triton_fp8"

@@ -10,10 +10,11 @@ import operator
 
 from torch import fx
 
-from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands, first_two
+from attn_compiler.lowerings.base import Emitter, LayoutDemand, Operands, first_two
 from attn_compiler.lowerings.shared.limits import kernel_limits
 from attn_compiler.lowerings.shared.ops import leaf_ops as ops
 from attn_compiler.lowerings.shared.parts import part_tensors, tile_table
+from attn_compiler.lowerings.shared.parts.by_parts import ByParts
 from attn_compiler.lowerings.shared.parts.kernel_plan import Call
 from attn_compiler.lowerings.shared.parts.site_parts import leaves_out
 from attn_compiler.reasons.decisions import Reason
@@ -21,7 +22,7 @@ from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.target import Target
 
 
-class TritonAttention(Lowering):
+class TritonAttention(ByParts):
     """`attn_compiler::triton` (ops.py)."""
 
     name = "triton"

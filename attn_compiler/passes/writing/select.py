@@ -105,6 +105,10 @@ def _slow_in_fp8(of: Question, name: str) -> list[Reason]:
     return lowerings.check_fp8_speed(of.spec, of.target, name, of.without_fp8)
 
 
+def _of_flex(of: Question, name: str) -> list[Reason]:
+    return lowerings.check_flex_call(of.spec, name, by_name(name).reads_pairs(of.spec, of.target))
+
+
 #: checks that may object to a lowering, in their order
 OBJECTIONS: tuple[Callable[[Question, str], list[Reason]], ...] = (
     lambda of, name: by_name(name).cannot_package() if of.target.packaged else [],
@@ -112,7 +116,7 @@ OBJECTIONS: tuple[Callable[[Question, str], list[Reason]], ...] = (
     lambda of, name: lowerings.check_own_rows(of.spec, name),
     lambda of, name: lowerings.check_scope(of.spec, name),
     _slow_in_fp8,
-    lambda of, name: lowerings.check_flex_call(of.spec, name) if of.of_flex and not of.is_named else [],
+    lambda of, name: [] if of.is_named or not of.of_flex else _of_flex(of, name),
     lambda of, name: [] if of.is_named else lowerings.check_added_speed(of.spec, name),
 )
 

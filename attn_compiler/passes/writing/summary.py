@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 
 from torch import fx
 
+from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.base import UNTOUCHED
 from attn_compiler.passes.graph import autograd_functions, opaque_calls
 from attn_compiler.passes.graph.calls import target_name
@@ -46,7 +47,7 @@ def report(
         graph=torch_compat.graph_name(),
         target=_target(gm, targets),
         untried=tuple(sorted({said for target in _targets(gm, targets) for said in tried.notices(target)})),
-        sites=tuple(_site_rows(units)),
+        sites=tuple(_site_rows(units, targets)),
         misses=(*_miss_rows(units), *_chosen_rows(gm, units), *others),
         faults=faults,
         linear=linear,
@@ -82,6 +83,7 @@ def taken_back(report: Report, cause: str, failure: str) -> Report:
             estimate=None,
             faster=None,
             texts=(),
+            reads_pairs=site.spec.has_pairs,
         )
         for site in report.sites
     )
@@ -104,12 +106,12 @@ def _targets(gm: fx.GraphModule, targets: Mapping[str, Target]) -> set[Target]:
     return set(targets.values()) or {Target.current(str(device)) for device in torch_compat.graph_devices(gm)}
 
 
-def _site_rows(units: list[Unit]) -> list[SiteReport]:
+def _site_rows(units: list[Unit], targets: Mapping[str, Target]) -> list[SiteReport]:
     rows: dict[object, list[tuple[Unit, Site]]] = {}
     for unit in units:
         for site in unit.found.sites:
             rows.setdefault(_row_key(site), []).append((unit, site))
-    return [_row(found) for found in rows.values()]
+    return [_row(found, targets) for found in rows.values()]
 
 
 def _row_key(site: Site) -> object:
@@ -118,15 +120,17 @@ def _row_key(site: Site) -> object:
     return (site.match.pattern, site.spec, site.decision, tuple(site.copies), notes)
 
 
-def _row(found: list[tuple[Unit, Site]]) -> SiteReport:
+def _row(found: list[tuple[Unit, Site]], targets: Mapping[str, Target]) -> SiteReport:
     _, first = found[0]
     if first.spec is None:
         raise ValueError(f"the site at {first.module} has no spec")
+    decision = first.decision or Decision(lowering=UNTOUCHED)
     return SiteReport(
         modules=tuple(path for unit, site in found for path in paths_of_runs(unit, site.module)),
         pattern=first.match.pattern,
         spec=first.spec,
-        decision=first.decision or Decision(lowering=UNTOUCHED),
+        decision=decision,
+        reads_pairs=by_name(decision.lowering).reads_pairs(first.spec, targets[first.spec.device]),
         copies=tuple(first.copies),
         notes=tuple(dict.fromkeys(note for _, site in found for note in site.notes)),
         source=first.source,

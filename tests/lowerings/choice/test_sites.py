@@ -163,7 +163,8 @@ PADDING = MaskSpec(dense=Dense(shape=(2, 1, 1, 512), dtype="bool", terms=1), rea
 
 @pytest.mark.parametrize("name", ["sdpa_efficient", "sdpa_cpu_flash", "triton", "decode"])
 def test_a_tensor_with_an_element_for_each_score_is_not_made(name: str) -> None:
-    (reason,) = flex.check_flex_call(_spec(mask=DENSE), name)
+    spec = _spec(mask=DENSE)
+    (reason,) = flex.check_flex_call(spec, name, by_name(name).reads_pairs(spec, H200))
     assert "1 × 1 × 512 × 512" in reason.observed
     assert reason.remedy is not None
     assert name in reason.remedy
@@ -174,12 +175,13 @@ def test_a_tensor_with_an_element_for_each_score_is_not_made(name: str) -> None:
     "mask", [MaskSpec(), MaskSpec(kinds=(Causal(),), flag=Flag.CALLED), PADDING], ids=["none", "causal", "padding"]
 )
 def test_what_needs_none_is_allowed(name: str, mask: MaskSpec) -> None:
-    assert not flex.check_flex_call(_spec(mask=mask), name)
+    spec = _spec(mask=mask)
+    assert not flex.check_flex_call(spec, name, by_name(name).reads_pairs(spec, H200))
 
 
 @pytest.mark.parametrize("name", ["math", "reference"])
 def test_what_writes_the_scores_is_not(name: str) -> None:
-    assert flex.check_flex_call(_spec(mask=MaskSpec()), name)
+    assert flex.check_flex_call(_spec(mask=MaskSpec()), name, reads_pairs=False)
 
 
 # The CPU's rows of the choice.

@@ -23,6 +23,7 @@ from attn_compiler.lowerings.sdpa.lowering import SdpaCpuFlash
 from attn_compiler.passes.pipeline.steps import PIPELINE
 from attn_compiler.passes.writing import buffers, fp8_state, lower, summary
 from attn_compiler.reasons.errors import AttnCompilerWarning, VerifyFailed
+from attn_compiler.reporting import wording
 from attn_compiler.reporting.facts import SiteReport
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.torch_private import compat as torch_compat, inductor as torch_inductor
@@ -96,6 +97,38 @@ def test_a_row_is_told_every_field(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(summary, "SiteReport", row)
     _compiled(_Layer())
     assert told == [{field.name for field in dataclasses.fields(SiteReport)}]
+
+
+QKV = torch.randn(3, B, H, S, D)
+
+
+def _triangle(kept: Tensor) -> Tensor:
+    return torch.ones(S, S, dtype=torch.bool).tril()
+
+
+def _both(kept: Tensor) -> Tensor:
+    return _triangle(kept) & kept[:, None, None]
+
+
+#: mask of a tensor of padding, kernel, whether it reads an element for each pair, and whether all of them are proved
+MASKS: dict[str, tuple[Callable[[Tensor], Tensor], str, bool, bool]] = {
+    "a flag": (_triangle, "sdpa_cpu_flash", False, False),
+    "keys": (lambda kept: kept[:, None, None], "sdpa_cpu_flash", False, False),
+    "both": (_both, "sdpa_cpu_flash", True, True),
+    "by parts": (_both, "rows", False, False),
+    "as the model wrote it": (_both, "untouched", True, True),
+    "data": (lambda kept: kept.expand(S, -1) | torch.rand(S, S).gt(2), "math", True, False),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_a_row_tells_a_mask_that_is_proved_and_read_in_full(name: str) -> None:
+    mask, lowering, reads, proved = MASKS[name]
+    kept = torch.ones(1, S, dtype=torch.bool)
+    run = compiled(lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, mask(m)), lowering=lowering)
+    run(*QKV, kept)
+    assert (run.site.decision.lowering, run.site.reads_pairs, run.site.proved_as_dense) == (lowering, reads, proved)
+    assert ("1 of them proved and read as a dense tensor" in wording.summary(run.report)) == proved
 
 
 def test_rows_name_the_models_line() -> None:
