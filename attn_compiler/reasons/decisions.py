@@ -14,7 +14,7 @@ class Reason:
     code: the code to look up (codes.py).
     rule: the condition that has to hold.
     observed: the value that breaks it.
-    remedy: advice, if there is any.
+    remedy: advice for this case, if the code's page says less.
     """
 
     code: Code
@@ -22,10 +22,15 @@ class Reason:
     observed: str
     remedy: str | None = None
 
+    @property
+    def advice(self) -> str:
+        """What a user can do: the remedy, or else the first sentence of the code's page."""
+        from attn_compiler.reasons import pages
+
+        return self.remedy or pages.advice(self.code)
+
     def __str__(self) -> str:
-        return (
-            f"{self.rule}; observed {self.observed}" + (f"; {self.remedy}" if self.remedy else "") + f" ({self.code})"
-        )
+        return f"{self.rule}; observed {self.observed}; {self.advice} ({self.code})"
 
 
 def refuse(code: Code, rule: str, observed: str, remedy: str | None = None) -> list[Reason]:

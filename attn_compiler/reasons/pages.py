@@ -82,6 +82,12 @@ SECTIONS = tuple(read(Path(__file__).with_suffix(".md").read_text(encoding="utf-
 PAGES: dict[Code, Page] = {page.code: page for _, pages in SECTIONS for page in pages}
 
 
+def advice(code: Code) -> str:
+    """Return the first sentence of what to do, as the end of a longer one."""
+    first = re.split(r"(?<=\.) (?=[A-Z`])", PAGES[code].remedy)[0].replace("`", "").rstrip(".")
+    return first[0].lower() + first[1:]
+
+
 def page_of(text: str) -> Page | None:
     """Return the page of "AC201", in any case; None if there is no such code."""
     try:

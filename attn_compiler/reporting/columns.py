@@ -48,7 +48,7 @@ class Column(Generic[Record]):
 REASON: tuple[Column[Reason], ...] = (
     Column(key="rule", title="What has to hold"),
     Column(key="observed", title="What was seen"),
-    Column(key="remedy", title="Remedy", style="remedy"),
+    Column(key="remedy", title="Remedy", read=lambda x: x.advice, style="remedy"),
     Column(key="code", title="Code", style="name"),
 )
 SITE: tuple[Column[SiteReport], ...] = (
@@ -143,6 +143,7 @@ _RECORDS: Mapping[type, tuple[Column[Any], ...]] = {
     LinearReport: LINEAR,
     MissReport: MISS,
     UnpadReport: UNPAD,
+    Reason: REASON,
 }
 
 

@@ -96,8 +96,7 @@ def _unpad_block(unpad: UnpadReport) -> RenderableType:
     if unpad.kept is not None:
         place = f" at {unpad.module}" if unpad.module else ""
         line = f" ({unpad.source})" if unpad.source else ""
-        remedy = f"; {unpad.kept.remedy}" if unpad.kept.remedy else ""
-        why = f"{unpad.kept.rule}{place}{line}: {unpad.kept.observed}{remedy} ({unpad.kept.code})"
+        why = f"{unpad.kept.rule}{place}{line}: {unpad.kept.observed}; {unpad.kept.advice} ({unpad.kept.code})"
         return _text(f"padding: computed, since not: {why}")
     titled = [(column.title, line) for column in UNPAD if column.title for line in column.lines(unpad)]
     lines = [f"  {title[0].lower()}{title[1:]}: {line}" for title, line in titled]
@@ -208,10 +207,8 @@ def _refusals(refusals: Iterable[Refusal]) -> list[RenderableType]:
 
 
 def _reason(reason: Reason) -> RenderableType:
-    lines = [_text(f"rule: {reason.rule}; observed: {reason.observed} ({reason.code})")]
-    if reason.remedy:
-        lines.append(_text(f"remedy: {reason.remedy}"))
-    return Group(*lines)
+    said = _text(f"rule: {reason.rule}; observed: {reason.observed} ({reason.code})")
+    return Group(said, _text(f"remedy: {reason.advice}"))
 
 
 def what_was_found(report: GraphReport) -> str:

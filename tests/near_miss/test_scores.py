@@ -28,7 +28,7 @@ from tests.near_miss.checking import (
 CASES = Cases()
 STEPS = "between the product q kᵀ and the softmax stand only"
 FOLLOWED = "every axis and every step of the scores can be followed"
-READERS = "the scores have no reader besides the softmax, or one without a gradient"
+READERS = "nothing besides the softmax takes a gradient to the scores"
 Tensor = torch.Tensor
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 
 from attn_compiler.reasons import errors, pages
 from attn_compiler.reasons.codes import Code
+from attn_compiler.reasons.decisions import Reason
 from attn_compiler.reasons.errors import AttnCompilerError
 from attn_compiler.reasons.pages import PAGES, SECTIONS, ExampleKind, Page, page_of, read
 from website import prose
@@ -101,6 +103,43 @@ def test_codes_are_of_one_form_and_none_is_given_twice() -> None:
 def test_every_error_has_a_code_of_errors(error: type[AttnCompilerError]) -> None:
     assert error.code.value.startswith("AC9")
     assert error.code in PAGES
+
+
+# Remedies.
+#: Sentences of remedies that are assembled: what is put in counts as one word.
+_PUT_IN = "x"
+
+
+def _texts(value: ast.expr) -> list[str]:
+    """The texts that an expression may be; none of one that is not written out."""
+    if isinstance(value, ast.IfExp):
+        return _texts(value.body) + _texts(value.orelse)
+    if isinstance(value, ast.JoinedStr):
+        return ["".join(x.value if isinstance(x, ast.Constant) else _PUT_IN for x in value.values)]
+    return [value.value] if isinstance(value, ast.Constant) and isinstance(value.value, str) else []
+
+
+def _remedies(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        named = isinstance(node, ast.Assign) and "remedy" in ast.unparse(node.targets[0]).lower()
+        if isinstance(node, ast.keyword | ast.Assign) and (named or getattr(node, "arg", "") == "remedy"):
+            yield from _texts(node.value)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "refuse" and len(node.args) > 3:
+            yield from _texts(node.args[3])
+
+
+def test_a_remedy_is_one_short_sentence() -> None:
+    found = [remedy for _, tree in _sources() for remedy in _remedies(tree)]
+    found += [pages.advice(code) for code in PAGES]
+    assert [each for each in found if len(each.split()) > prose.MOST_WORDS_OF_A_SENTENCE or ". " in each] == []
+    assert len(found) > 200
+
+
+def test_a_reason_without_a_remedy_has_that_of_its_page() -> None:
+    reason = Reason(code=Code.SINKS, rule="no sinks", observed="sinks")
+    assert reason.advice.startswith("there is nothing to do: our Triton kernels")
+    assert str(reason) == f"no sinks; observed sinks; {reason.advice} (AC302)"
+    assert dataclasses.replace(reason, remedy="drop them").advice == "drop them"
 
 
 # Pages of codes.

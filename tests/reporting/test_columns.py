@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from attn_compiler import index_expr as ix
+from attn_compiler.reasons import pages
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Copy, Decision, Faster, Reason, Refusal
 from attn_compiler.reporting import columns, render
@@ -54,8 +55,12 @@ padding: left out
                 rule: flash-attn-4 is installed; observed: none (AC105)
                 remedy: pip install 'attn_compiler[fa4]'
                 rule: the kernel has no softcap; observed: softcap 50 (AC301)
+                remedy: on a GPU, leave the choice to the compiler: our Triton kernels
+                apply the softcap
               cudnn, flash
                 rule: the kernel has no softcap; observed: softcap 50 (AC301)
+                remedy: on a GPU, leave the choice to the compiler: our Triton kernels
+                apply the softcap
 
 [linear 1] mixer.{0,1} ×2
     lowering  linear_reference
@@ -76,7 +81,10 @@ padding: left out
 
 #: the JSON's values that are no words; keys of words are in KEYS alone
 NOT_INSTALLED = '{"code": "AC105", "rule": "flash-attn-4 is installed", "observed": "none", "remedy": "pip install \'attn_compiler[fa4]\'"}'
-CAPPED = '{"code": "AC301", "rule": "the kernel has no softcap", "observed": "softcap 50", "remedy": null}'
+CAPPED = (
+    '{"code": "AC301", "rule": "the kernel has no softcap", "observed": "softcap 50", "remedy": '
+    f'"{pages.advice(Code.SOFTCAP)}"}}'
+)
 JSON: list[dict[str, Any]] = json.loads(f"""[
 {{
  "modules": ["model.layers.0.self_attn", "model.layers.1.self_attn", "model.layers.2.self_attn",
@@ -138,7 +146,7 @@ OPERANDS = [
     ["q", "bfloat16", "2, 8, 1024, 64", "524288, 64, 512, 1", "2.1 MB"],
     ["k, v", "bfloat16", "2, 2, 1024, 64", "131072, 64, 128, 1", "524.3 kB"],
 ]
-NO_SOFTCAP = ["the kernel has no softcap", "softcap 50", "none", "AC301"]
+NO_SOFTCAP = ["the kernel has no softcap", "softcap 50", pages.advice(Code.SOFTCAP), "AC301"]
 REFUSED = [["fa4", "flash-attn-4 is installed", "none", INSTALL, "AC105"], ["fa4", *NO_SOFTCAP]]
 
 

@@ -31,7 +31,7 @@ _UNSERVED: tuple[tuple[tuple[PartKind, ...], str, str | None], ...] = (
     (
         ("keys",),
         "truth values of keys, which may be padded at the left or have holes",
-        "count each row's keys: a mask of positions below a length is one, a vector of truth values may have holes",
+        "make the mask of lengths (positions < length): a vector of truth values may have holes",
     ),
     (("rows",), "an interval of keys that differs by query, or begins after the first key", None),
     (("documents",), "documents", None),

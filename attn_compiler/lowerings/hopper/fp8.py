@@ -19,7 +19,7 @@ from attn_compiler.reasons.decisions import Reason, refuse
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.target import Target
 
-_REMEDY = "leave the choice to the recipe, or give lowering='triton_fp8', which takes that"
+_REMEDY = "leave the choice to the recipe, or give lowering='triton_fp8', whose kernels take such sites"
 #: the kernel reads `rows` alone: tiles follow from the number of keys
 _OF_LENGTHS = ("rows", "tiles", "tiles_by_key")
 

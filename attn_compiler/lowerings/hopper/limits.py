@@ -16,7 +16,7 @@ from attn_compiler.spec.target import Target
 _LEAST_FACTOR, _MOST_FACTOR = 1e-30, 1e30
 #: beside an added tensor, which is divided by the scale or by the softcap
 _LEAST_BESIDE = 1e-6
-_REMEDY = "leave the choice to the compiler, or give lowering='triton', which takes that"
+_REMEDY = "leave the choice to the compiler, or give lowering='triton', whose kernels take such sites"
 #: head dims beside which shared memory has room for what is added to the scores
 WIDEST_ADDED = 256
 #: bytes that the copy engine reads at once

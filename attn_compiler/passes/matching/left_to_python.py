@@ -63,11 +63,10 @@ def _in_checkpoint(
     if not paths and not any(map(_calls_attention, inside)):
         return None
     remedy = (
-        f"set torch._dynamo.config.{STORING_ONCE} = True before the first call, if what is stored there need not be stored again in the "
-        "backward; integrations.transformers.compile_model does so for layers that share keys and values"
+        f"set torch._dynamo.config.{STORING_ONCE} = True before the first call, if the backward need not store the values again "
+        "(attn_compiler.integrations.transformers.compile_model does so for layers that share keys and values)"
         if STORING_ONCE in found.reason
-        else "compute these layers without gradient checkpointing, or mend the break: outside of a checkpoint Dynamo compiles what is "
-        "before and after it"
+        else None
     )
     kinds = sorted({type(module).__name__ for _, module in owners or ()}) or ["what it runs"]
     reason = Reason(
@@ -88,7 +87,7 @@ def _not_traced(found: Break, call: traceback.FrameSummary) -> MissReport | None
             code=Code.LEFT_TO_PYTHON,
             rule=_RULE,
             observed=f"torch.compiler.disable keeps {name} from being traced",
-            remedy="call it without torch.compiler.disable",
+            remedy=f"call {name} without torch.compiler.disable",
         )
     elif of_c is not None:
         name = f"{of_c['module']}::{of_c['name']}"
@@ -110,9 +109,9 @@ def _not_entered(found: Break, call: traceback.FrameSummary) -> MissReport | Non
         code=Code.LEFT_TO_PYTHON,
         rule=_RULE,
         observed=f"Dynamo can't enter `with {scope}`, and leaves the rest of the function to Python",
-        remedy="leave the scope out: a kernel is chosen without it; torch.nn.attention.sdpa_kernel is a scope that Dynamo enters"
+        remedy="remove this `with`, or use torch.nn.attention.sdpa_kernel, which Dynamo can enter"
         if old
-        else "enter it around the call of the compiled model, or leave it out",
+        else "enter this `with` around the call of the compiled model, or remove it",
     )
     return _row([path for path, _ in _owners(found, call)], "with", call, call, reason)
 

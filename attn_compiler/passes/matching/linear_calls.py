@@ -59,7 +59,7 @@ RECURRENCES: tuple[Recurrence, ...] = (
     Recurrence(
         function=r"(?!\w*mask)\w*linear_att(?:entio)?n\w*",
         module=r"\w*Linear(?:Self)?Att(?:entio)?n\w*",
-        name="linear attention",
+        name="a sum over the past",
     ),
 )
 

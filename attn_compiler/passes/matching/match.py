@@ -149,7 +149,6 @@ def _require_rewritable(mirror: Mirror, match: Match, scopes: dict[fx.Node, regi
             code=Code.GRADIENT_STOPPED,
             rule="the gradient of the output reaches the scores",
             observed=f"{stopped.name} stops it",
-            remedy="compute the whole attention in one grad mode",
             at=stopped,
             progress=5,
         )

@@ -129,6 +129,7 @@ def _read(node: fx.Node, region: regions.Region) -> _Call | Reason:
             code=Code.FLEX_CALL,
             rule="flex_attention has the arguments that are known here",
             observed=f"{len(node.args)} of them",
+            remedy="install a torch that `python -m attn_compiler doctor` names; otherwise FlexAttention's own kernel runs",
         )
     arguments: Any = node.args
     q, k, v, score_mod, block_mask, scale, options, score_others, mask_others = arguments
@@ -170,7 +171,7 @@ def _symbolic_scale(value: object) -> Reason:
         code=Code.FLEX_CALL,
         rule="FlexAttention's scale is a number",
         observed=f"the scale is {value}, which is known at run time only",
-        remedy="pass scale= as a plain number; where it is made of a head dim, that stays one number by torch._dynamo.mark_static(q, -1)",
+        remedy="pass scale= as a plain number, or call torch._dynamo.mark_static(q, -1) if it is made of the head dim",
     )
 
 
@@ -202,14 +203,12 @@ def _body(call: fx.Node, mod: object) -> fx.GraphModule | None:
 def _unusual_option(options: object) -> Reason | None:
     """Return the reason against an option of Flex's own kernel, such as its tiles, which no other kernel has."""
     rule, remedy = "FlexAttention's kernel is asked for nothing special", "leave kernel_options out"
-    if not isinstance(options, Mapping):
-        return Reason(code=Code.FLEX_CALL, rule=rule, observed=f"kernel_options {options}", remedy=remedy)
-    told = [f"{name}={x}" for name, x in options.items() if name not in _ANY_VALUE and x != _DEFAULTS.get(name)]
-    return (
-        Reason(code=Code.FLEX_CALL, rule=rule, observed=f"kernel_options {', '.join(told)}", remedy=remedy)
-        if told
-        else None
-    )
+    said = str(options)
+    if isinstance(options, Mapping):
+        told = (f"{name}={x}" for name, x in options.items() if name not in _ANY_VALUE and x != _DEFAULTS.get(name))
+        said = ", ".join(told)
+    observed = f"kernel_options {said}"
+    return Reason(code=Code.FLEX_CALL, rule=rule, observed=observed, remedy=remedy) if said else None
 
 
 def _other_output(call: fx.Node) -> Reason | None:

@@ -21,8 +21,8 @@ from attn_compiler.torch_private import symbols as torch_symbols
 
 RULE = "the block mask is shown to be made of its mask_mod"
 REMEDY = (
-    "call create_block_mask(mask_mod, …) inside the compiled function, with the sizes of q and k; compile a Hugging Face model by "
-    "attn_compiler.integrations.transformers.compile_model, or load it with attn_implementation='sdpa'"
+    "call create_block_mask inside of the compiled function, with the sizes of q and k; load a transformers model with "
+    "attn_implementation='sdpa', or compile it by attn_compiler.integrations.transformers.compile_model"
 )
 
 #: positions of the block sizes and of the lists in a block mask

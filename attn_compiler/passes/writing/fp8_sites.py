@@ -47,7 +47,7 @@ def check_recipe_used(recipe: Fp8Recipe, report: Report, *, is_whole: bool) -> N
     reasons = [check_fp8_inputs(site.spec) for site in report.sites if site.spec.fp8 is not None]
     if reasons and all(reasons):
         reason = reasons[0][0]
-        _warn(f"{reason.observed}; {reason.remedy}")
+        _warn(f"{reason.observed}; {reason.advice}")
 
 
 def _check_patterns(recipe: Fp8Recipe, modules: tuple[str, ...]) -> None:

@@ -90,7 +90,7 @@ passes/matching/patterns/softmax_chain.py condition_of_mask; masks: where(c, -in
 
 scores may have another reader
 passes/matching/patterns/softmax_chain.py _check_readers; near misses: a write to the scores by a view is not seen
-- if is_written or not is_cheap or not allowed.isdisjoint(reached([user], attrgetter("users"))):
+- if joins or not is_cheap:
 + if False:
 
 the weights may be a part

@@ -148,7 +148,7 @@ def test_what_is_no_part_of_cudnn_is_refused(kind: MaskKind, observed: str) -> N
 def test_a_vector_of_truth_values_is_told_what_would_help() -> None:
     (reason,) = plan.reasons(proved(VECTOR))
     assert reason.remedy is not None
-    assert "a mask of positions below a length is one" in reason.remedy
+    assert "make the mask of lengths" in reason.remedy
 
 
 def test_an_unread_bool_mask_is_refused_and_an_added_one_is_added() -> None:

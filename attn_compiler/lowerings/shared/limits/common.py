@@ -17,7 +17,7 @@ from attn_compiler.reasons.decisions import Reason, refuse
 from attn_compiler.spec import dims
 from attn_compiler.spec.attention import AttentionSpec, Dim
 from attn_compiler.spec.dtypes import FULL
-from attn_compiler.spec.scores import ScoreChange, Softcap, Unusual
+from attn_compiler.spec.scores import ScoreChange, Softcap
 from attn_compiler.spec.target import Target
 from attn_compiler.spec.tried import OLDEST
 
@@ -27,7 +27,6 @@ MAX_GRID = 65535
 LARGEST_SCALE = 256.0
 
 LOWER_PRECISION = "call model.bfloat16(), or run it under torch.autocast"
-OTHER_KERNEL = "leave the choice to the compiler: other kernels give it"
 STATIC = "compile with dynamic=False, or mark the length static"
 
 
@@ -186,9 +185,8 @@ def check_one_head_dim(spec: AttentionSpec) -> list[Reason]:
 
 
 def check_softcap(spec: AttentionSpec) -> list[Reason]:
-    remedy = "if accuracy allows, switch it off in the model's config (Gemma 2: attn_logit_softcapping=None)"
     return [
-        Reason(code=Code.SOFTCAP, rule="no softcap", observed=change.words, remedy=remedy)
+        Reason(code=Code.SOFTCAP, rule="no softcap", observed=change.words)
         for change in spec.score.changes
         if isinstance(change, Softcap)
     ]
@@ -197,15 +195,8 @@ def check_softcap(spec: AttentionSpec) -> list[Reason]:
 def check_known_changes(spec: AttentionSpec, understood: tuple[type[ScoreChange], ...]) -> list[Reason]:
     """Refuse score changes of unknown kinds. understood: the kinds that the kernel applies, and those that a check of their own refuses."""
     unknown = [change for change in spec.score.changes if not isinstance(change, understood)]
-    own = "score changes that have a kind of their own"
-    return [
-        Reason(
-            code=Code.SCORE_CHANGE,
-            rule=own if isinstance(change, Unusual) else "score changes that this kernel applies",
-            observed=change.words,
-        )
-        for change in unknown
-    ]
+    rule = "score changes that this kernel applies"
+    return [Reason(code=Code.SCORE_CHANGE, rule=rule, observed=change.words) for change in unknown]
 
 
 def check_weights_unread(spec: AttentionSpec) -> list[Reason]:
@@ -219,21 +210,22 @@ def check_lse_unread(spec: AttentionSpec) -> list[Reason]:
     if spec.lse == "unread":
         return []
     rule = "nothing reads the logsumexp of the scores"
-    return refuse(Code.LSE_READ, rule, f"it is {spec.lse}", OTHER_KERNEL)
+    return refuse(Code.LSE_READ, rule, f"it is {spec.lse}")
 
 
 def check_lse_undifferentiated(spec: AttentionSpec) -> list[Reason]:
     if spec.lse in ("unread", "read"):
         return []
     rule = "the logsumexp of the scores has no gradient"
-    return refuse(Code.LSE_READ, rule, f"it is {spec.lse}", OTHER_KERNEL)
+    return refuse(Code.LSE_READ, rule, f"it is {spec.lse}")
 
 
 def check_scale(spec: AttentionSpec) -> list[Reason]:
     """Require a positive scale: masked scores are -inf before they are scaled, and the row maximum is taken before that too."""
     if spec.score.scale > 0:
         return check_largest_scale(spec)
-    return refuse(Code.SCALE, "the scale is positive", f"{spec.score.scale:g}", "put its sign into q")
+    remedy = "negate q (-q), and give the positive scale" if spec.score.scale else None
+    return refuse(Code.SCALE, "the scale is positive", f"{spec.score.scale:g}", remedy)
 
 
 def check_largest_scale(spec: AttentionSpec) -> list[Reason]:
@@ -243,8 +235,7 @@ def check_largest_scale(spec: AttentionSpec) -> list[Reason]:
     """
     if abs(spec.score.scale) <= LARGEST_SCALE:
         return []
-    rule, remedy = f"the scale is at most {LARGEST_SCALE:g}", "scale q in the model, before the product"
-    return refuse(Code.SCALE, rule, f"{spec.score.scale:g}", remedy)
+    return refuse(Code.SCALE, f"the scale is at most {LARGEST_SCALE:g}", f"{spec.score.scale:g}")
 
 
 def static_if_symbolic(*sizes: Dim) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from attn_compiler.lowerings.base import OF_NUMBERS, OF_NUMBERS_FORWARD, UNTOUCHED
-from attn_compiler.lowerings.shared.limits.common import STATIC, static_if_symbolic
+from attn_compiler.lowerings.shared.limits.common import static_if_symbolic
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason, refuse
 from attn_compiler.spec import added_scores, dims
@@ -34,7 +34,7 @@ def check_causal(spec: AttentionSpec) -> list[Reason]:
     """Check the diagonal for a kernel whose diagonal starts top left."""
     if not bottom_right(spec) or _is_bottom_right_of_one_row(spec):
         return []
-    remedy = STATIC if static_if_symbolic(spec.seqlen_q, spec.seqlen_kv) else "pass as many queries as keys"
+    remedy = static_if_symbolic(spec.seqlen_q, spec.seqlen_kv)
     return refuse(Code.DIAGONAL, "the causal diagonal starts top left", f"bottom right, {_lengths(spec)}", remedy)
 
 
@@ -42,15 +42,14 @@ def check_causal_alone(spec: AttentionSpec) -> list[Reason]:
     """Refuse a causal flag with a tensor, for a kernel that is not known to take both."""
     if not spec.mask.is_causal or spec.added_tensor is None:
         return []
-    remedy = "put the diagonal into the mask tensor"
+    remedy = "put the diagonal into the mask tensor (mask & diagonal), and leave out is_causal=True"
     return refuse(Code.CAUSAL_AND_TENSOR, "a causal mask or a mask tensor, not both", spec.mask.words, remedy)
 
 
 def check_masks(spec: AttentionSpec) -> list[Reason]:
     """Refuse a mask kind that neither a flag nor a tensor expresses: a kind that can't be applied must not be dropped."""
-    remedy = "build the mask from comparisons of positions, or pass none"
     return [
-        Reason(code=Code.MASK_KIND, rule="the mask is causal, a tensor, or both", observed=kind.words, remedy=remedy)
+        Reason(code=Code.MASK_KIND, rule="the mask is causal, a tensor, or both", observed=kind.words)
         for kind in spec.mask.held
         if spec.added_tensor is None
     ]
@@ -61,8 +60,12 @@ def check_no_tensor(spec: AttentionSpec) -> list[Reason]:
     tensor = spec.added_tensor
     if tensor is None:
         return []
-    remedy = "pass is_causal=True or no mask where the mask only says that"
-    return refuse(Code.MASK_TENSOR, "no mask tensor", tensor.words, remedy)
+    is_unread = spec.mask.dense is not None and (spec.mask.is_partial or not spec.mask.read)
+    remedy = (
+        "make the mask inside of the compiled model (attn_compiler.integrations.transformers.compile_model does), or pass "
+        "is_causal=True where it says only that"
+    )
+    return refuse(Code.MASK_TENSOR, "no mask tensor", tensor.words, remedy if is_unread else None)
 
 
 def check_tensor(spec: AttentionSpec, *, dtypes: Iterable[str]) -> list[Reason]:
@@ -79,7 +82,7 @@ def check_tensor(spec: AttentionSpec, *, dtypes: Iterable[str]) -> list[Reason]:
         reasons += refuse(Code.MASK_SHAPE, f"the mask broadcasts to {_list(pairs)}", _list(tensor.shape))
     widens = BYTES.get(tensor.dtype, 8) < BYTES.get(spec.dtype, 0)
     if tensor.dtype not in ("bool", *dtypes) and not widens:
-        remedy = f"cast it to {spec.dtype} if rounding does it no harm (it does, to distances above 256)"
+        remedy = f"cast the mask to {spec.dtype}, unless rounding harms it"
         rule = f"the mask is bool or {' or '.join(dict.fromkeys(dtypes))}"
         reasons += refuse(Code.MASK_DTYPE, rule, tensor.dtype, remedy)
     return reasons
@@ -90,7 +93,8 @@ def check_one_tensor(spec: AttentionSpec) -> list[Reason]:
     if spec.mask.dense is None or spec.score.bias is None:
         return []
     observed = f"{spec.mask.dense.words} and {spec.score.bias.words}"
-    return refuse(Code.TWO_TENSORS, "one tensor is added to the scores", observed, "add them up in the model")
+    remedy = "add the mask and the bias up in the model"
+    return refuse(Code.TWO_TENSORS, "one tensor is added to the scores", observed, remedy)
 
 
 def check_no_large_numbers(spec: AttentionSpec) -> list[Reason]:
@@ -101,14 +105,14 @@ def check_no_large_numbers(spec: AttentionSpec) -> list[Reason]:
     largest = LARGEST_ADDED.get(spec.dtype)
     if largest is None or not spec.needs_grad:
         return []
-    remedy = "mask the other keys instead, by truth values or -inf; a number that all keys get changes no weight"
+    remedy = "mask by truth values in place of such numbers: scores.masked_fill(~mask, torch.finfo(scores.dtype).min)"
     rule = f"with gradients, numbers of at most {largest:g} are added to the scores of a {spec.dtype} site"
     large = [kind for kind in spec.score.proved if added_scores.largest(kind) > largest]
     reasons = [Reason(code=Code.LARGE_NUMBERS, rule=rule, observed=kind.words, remedy=remedy) for kind in large]
     change = spec.score.pointwise
     if change is not None and change.most > largest:
         rule = f"with gradients, scores of at most {largest:g} after a change of each by itself for a {spec.dtype} site"
-        reasons += refuse(Code.LARGE_NUMBERS, rule, change.words, "scale the scores less")
+        reasons += refuse(Code.LARGE_NUMBERS, rule, change.words, "lower the scale or the softcap in the model")
     return reasons
 
 
@@ -123,7 +127,7 @@ def check_no_keyless_rows(spec: AttentionSpec) -> list[Reason]:
     if not (spec.needs_grad and spec.decomposed and spec.adds_unread) or tensor is None:
         return []
     rule = "with gradients, numbers that mask leave each query some key"
-    remedy = "give what masks as truth values (masked_fill); a bias that is a parameter is known to be none"
+    remedy = "call scaled_dot_product_attention (transformers: attn_implementation='sdpa'), or mask by truth values (masked_fill)"
     return refuse(Code.KEYLESS_ROWS, rule, spec.mask.reason or spec.mask.words, remedy)
 
 
@@ -132,12 +136,8 @@ def check_numbers_read(spec: AttentionSpec) -> list[Reason]:
     key."""
     if not spec.adds_unread:
         return []
-    return refuse(
-        Code.KEYLESS_ROWS,
-        "numbers that mask were read",
-        spec.mask.reason or spec.mask.words,
-        "give the mask as truth values",
-    )
+    remedy = "give the mask as truth values (torch.bool)"
+    return refuse(Code.KEYLESS_ROWS, "numbers that mask were read", spec.mask.reason or spec.mask.words, remedy)
 
 
 def check_own_rows(spec: AttentionSpec, lowering: str) -> list[Reason]:
@@ -147,20 +147,15 @@ def check_own_rows(spec: AttentionSpec, lowering: str) -> list[Reason]:
     if own is None or lowering == UNTOUCHED or (own == "numbers" and lowering in adding):
         return []
     rule = "a query without keys gets what the model gives it"
-    return refuse(
-        Code.KEYLESS_ROWS,
-        rule,
-        "several numbers mask, or scores count beside one that does",
-        "mask by one number, the lowest of the dtype, in place of the scores (masked_fill)",
-    )
+    remedy = "mask by one number: torch.finfo(scores.dtype).min"
+    return refuse(Code.KEYLESS_ROWS, rule, "several numbers mask, or scores count beside one that does", remedy)
 
 
 def check_no_bias_gradient(spec: AttentionSpec) -> list[Reason]:
     bias = spec.score.bias
     if bias is None or not (bias.requires_grad and spec.needs_grad):
         return []
-    remedy = "freeze the bias, or run under torch.no_grad()"
-    return refuse(Code.BIAS_GRADIENT, "the bias needs no gradient", bias.words, remedy)
+    return refuse(Code.BIAS_GRADIENT, "the bias needs no gradient", bias.words)
 
 
 def lengths_reason(spec: AttentionSpec, rule: str) -> Reason:

@@ -80,7 +80,7 @@ def _said(proposed: Proposed, spec: LinearSpec, store: Store | None) -> str:
         # One proof serves all lengths.
         spec = dataclasses.replace(spec, length=_ANY)
     elif not isinstance(spec.length, int):
-        return "the length is not known, and a test says nothing of lengths that it does not run at"
+        return "the length is not known, and a test says nothing of lengths that it does not run at (compile with dynamic=False)"
     elif spec.length > _LONGEST:
         return f"{spec.length} tokens take too long to run, and no person read the text: at most {_LONGEST} are run"
     key = _key(spec)

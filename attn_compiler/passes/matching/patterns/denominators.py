@@ -81,7 +81,7 @@ def read(mirror: Mirror, sums: Sums, own: frozenset[fx.Node], out: fx.Node) -> R
             observed=f"{found[-1].name} is read{' before ' + out.name + ' is made' if len(found) == 1 else ', too'}",
             at=found[0],
             progress=4,
-            remedy="compute the output first, and then what is made of the logsumexp",
+            remedy="take one logsumexp, and compute the output before what is made of the logsumexp",
         )
     return ReadLse(node=found[0], dims=sums.lses[found[0]])
 

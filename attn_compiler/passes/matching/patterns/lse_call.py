@@ -51,6 +51,7 @@ def _refuse(anchor: fx.Node, observed: str) -> NoReturn:
         code=Code.OTHER_OUTPUT,
         rule="of a call with a logsumexp the output is taken out first, and each once",
         observed=observed,
+        remedy="take the output out of the call before the logsumexp, and each of the two once",
         at=anchor,
         progress=1,
     )

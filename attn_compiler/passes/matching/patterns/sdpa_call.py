@@ -163,7 +163,7 @@ def _scale(mirror: Mirror, anchor: fx.Node, d_qk: Atom) -> tuple[float, tuple[Fa
                 code=Code.ARGUMENTS,
                 rule="the default scale needs a static head dim",
                 observed=f"head dim {d_qk.size}",
-                remedy="mark the head dim static, or pass scale=",
+                remedy="call torch._dynamo.mark_static(q, -1), or pass scale= as a number",
                 at=anchor,
                 progress=1,
             )

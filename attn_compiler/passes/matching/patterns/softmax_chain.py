@@ -44,7 +44,8 @@ _KEEP_ALIGNMENT = frozenset(
     (*views.EXPANDS, *views.COPIES, aten.slice.Tensor, aten.to.dtype, aten.to.device, aten.to.dtype_layout)
 )
 _LONGEST_PATH = 40
-_JOIN_KEYS = "join the keys, and the values, before the products, not the scores of each part"
+_JOINED = "nothing can be done: that reader changes the scores or joins them again, and Inductor compiles them"
+_JOIN_KEYS = "join the keys and the values before the products, in place of the scores of each part"
 
 
 def match(mirror: Mirror, anchor: fx.Node) -> Match:
@@ -193,7 +194,7 @@ def _check_addend(mirror: Mirror, product: Contraction) -> None:
             observed=f"{product.node.name} adds it with beta=0",
             at=product.node,
             progress=2,
-            remedy="leave it out, or detach it",
+            remedy="leave the added tensor out (torch.bmm), or detach it",
         )
 
 
@@ -215,13 +216,9 @@ def _roles(anchor: fx.Node, product: Contraction, meaning: dict[int, Dim], key: 
             query = q_free[-1]
             batch = [label for label in product.out_labels if label not in k_free and label != query]
             return right, axes.resolve(meaning[query]), tuple(meaning[label] for label in batch)
-    raise Refused(
-        code=Code.SOFTMAX_AXIS,
-        rule="the softmax runs over exactly the free axis of one operand of the product: the keys",
-        observed=f"softmax over axes {key} of scores from {product.node.name}",
-        at=anchor,
-        progress=2,
-    )
+    rule = "the softmax runs over exactly the free axis of one operand of the product: the keys"
+    observed = f"{anchor.name} runs over another axis of {product.node.name}"
+    raise Refused(code=Code.SOFTMAX_AXIS, rule=rule, observed=observed, at=anchor, progress=2)
 
 
 def _check_readers(mirror: Mirror, allowed: frozenset[fx.Node], product: Contraction, steps: list[Step]) -> None:
@@ -239,11 +236,13 @@ def _check_readers(mirror: Mirror, allowed: frozenset[fx.Node], product: Contrac
             is_cheap = _reaches_softmax(mirror, node, user) or not gradients.carries(
                 mirror, node if user.op == "output" else user
             )
-            if is_written or not is_cheap or not allowed.isdisjoint(reached([user], attrgetter("users"))):
+            joins = is_written or not allowed.isdisjoint(reached([user], attrgetter("users")))
+            if joins or not is_cheap:
                 raise Refused(
                     code=Code.SCORES_READ,
-                    rule="the scores have no reader besides the softmax, or one without a gradient that does not join them",
+                    rule="nothing besides the softmax takes a gradient to the scores, changes them or joins them again",
                     observed=f"{user.name} reads {node.name}",
+                    remedy=_JOINED if joins else None,
                     at=user,
                     progress=4,
                 )
@@ -288,7 +287,7 @@ def _values(
         raise Refused(
             code=Code.SOFTMAX_AXIS,
             rule="the product with v contracts the axis that the softmax ran over",
-            observed=f"it contracts {contracted}, the softmax ran over {key}",
+            observed=f"{weighted.node.name} sums over another axis than {anchor.name}",
             at=weighted.node,
             progress=4,
         )

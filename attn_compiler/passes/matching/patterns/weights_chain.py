@@ -30,8 +30,9 @@ _CASTS = (*views.CASTS, aten.type_as.default)
 _SPLITS = frozenset({aten.split.Tensor, aten.split.sizes, aten.split_with_sizes.default, aten.chunk.default})
 _SLICES = frozenset({aten.slice.Tensor, aten.narrow.default})
 _NOT = frozenset({aten.bitwise_not.default, aten.logical_not.default})
-_SCALE_VALUES = "multiply the output by the number, and not the weights"
-_MASK_SCORES = "mask the scores before the softmax: scores.masked_fill(~mask, float('-inf'))"
+_SCALE_OUTPUT = "multiply the output by this factor, in place of the weights"
+_SCALE_V = "multiply v by this factor if all queries share it; otherwise nothing can be done, and Inductor compiles the attention"
+_MASK_SCORES = "mask the scores, too, before the softmax (scores.masked_fill(~mask, float('-inf'))): the other weights then sum to 1"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,16 +72,16 @@ def to_values(mirror: Mirror, anchor: fx.Node) -> Way:
         observed=f"{furthest.name} is used by {', '.join(u.name for u in furthest.users) or 'nothing'}",
         at=furthest,
         progress=3,
-        remedy=_remedy(mirror, furthest),
+        remedy=_remedy(furthest),
     )
 
 
-def _remedy(mirror: Mirror, weights: fx.Node) -> str | None:
+def _remedy(weights: fx.Node) -> str | None:
     """Return the advice for a product of the weights with another factor before v."""
     products = [user for user in weights.users if user.target in (aten.mul.Tensor, aten.mul_.Tensor)]
-    if any(operands.scale_of(mirror, product) is not None for product in products):
-        return _SCALE_VALUES
-    return _MASK_SCORES if products else None
+    factors = [x for product in products for x in product.args[:2] if x is not weights]
+    last = [axes.shape_exprs(views.value(x))[-1:] for x in factors if isinstance(x, fx.Node)]
+    return None if not factors else _SCALE_V if any(size not in ((), (axes.ONE,)) for size in last) else _SCALE_OUTPUT
 
 
 def _is_plain(product: Contraction) -> bool:

@@ -103,7 +103,7 @@ def test_head_dims_of_wider_dtypes_have_multiples_of_their_own() -> None:
 
 def test_a_change_without_a_kind_is_taken_by_nobody() -> None:
     for name, taken in FAMILIES.items():
-        assert "score changes that have a kind of their own" in said(taken, changes=(Unusual(what="a step"),)), name
+        assert "score changes that this kernel applies" in said(taken, changes=(Unusual(what="a step"),)), name
 
 
 def test_a_bias_is_no_change_but_a_part_or_a_tensor() -> None:

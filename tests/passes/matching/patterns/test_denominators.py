@@ -85,4 +85,4 @@ def test_what_is_written_to_does_not_wait() -> None:
     torch.testing.assert_close(run(*given), function(*given))
     (miss,) = run.report.misses
     assert "can wait for the output" in miss.reason.rule
-    assert miss.reason.remedy == "compute the output first, and then what is made of the logsumexp"
+    assert miss.reason.remedy == "take one logsumexp, and compute the output before what is made of the logsumexp"

@@ -127,10 +127,11 @@ def test_another_reader_of_the_weights_is_told() -> None:
     ("change", "remedy"),
     [
         (lambda w: w * 2.0, "multiply the output"),
-        (lambda w: w * w, "mask the scores"),
-        (lambda w: w + 1.0, None),
+        (lambda w: w * torch.ones(5, 1), "multiply the output"),
+        (lambda w: w * torch.ones(6), "multiply v"),
+        (lambda w: w * w, None),
     ],
-    ids=["a number", "a tensor", "a sum"],
+    ids=["a number", "of queries", "of keys", "itself"],
 )
 def test_what_to_write_instead(change: Callable[..., Tensor], remedy: str | None) -> None:
     with pytest.raises(Refused) as refused:
