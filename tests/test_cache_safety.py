@@ -19,7 +19,8 @@ NEXT_RELEASE = ("3.0", "0.2.0")
 
 SCRIPT = """
 import json, sys, torch
-from attn_compiler import lowerings, passes
+from attn_compiler import passes
+from attn_compiler.lowerings import families
 from attn_compiler.reporting import publishing
 from attn_compiler.options import cache
 from attn_compiler.reporting.report import Report
@@ -31,7 +32,7 @@ cache.package_version = lambda: version
 cache.sources_digest = lambda: "the same"  # the version alone has to be enough
 class Known:
     name = "sdpa"
-lowerings.LOWERINGS = (Known(),)
+families.LOWERINGS = (Known(),)
 
 library = torch.library.Library("cache_safety", "FRAGMENT")
 library.define("identity(Tensor x) -> Tensor")

@@ -98,22 +98,26 @@ def _compile_with(
     is_recorded = False
     if own.inner == "inductor" and any(device.type == "cuda" for device in torch_compat.graph_devices(gm)):
         torch_inductor.start_workers()
+        torch_inductor.share_kernel_cache()
         is_recorded = torch_inductor.records_cuda_graphs(patches)
     # Imported at the first graph, so that naming the backend and printing its options stay cheap.
     try:
         with collector.paused():
-            from attn_compiler.lowerings import names
+            from attn_compiler import lowerings
             from attn_compiler.passes import rewrite, rewrites
-            from attn_compiler.passes.unpad.outcome import Packed
             from attn_compiler.verifying import checked
     except (ImportError, AttributeError) as error:
         return without_us.or_raise(error)(gm, example_inputs, **given)
 
-    check_lowering_names(own, names())
-    ahead = _ahead(own)
-    inner = Inner(options=own, patches=patches, region=name, ahead=ahead)
+    check_lowering_names(own, lambda: lowerings.names())
     rewritten = rewrite(gm, own, store=rewrites.here(own, patches))
-    report, packed = rewritten.report, rewritten.outcome(Packed)
+    report, packed = rewritten.report, None
+    if rewritten.outcomes:
+        from attn_compiler.passes.unpad.outcome import Packed
+
+        packed = rewritten.outcome(Packed)
+    ahead = None if rewritten.snapshot is None else _ahead(own)
+    inner = Inner(options=own, patches=patches, region=name, ahead=ahead)
     # The graph is given away: a failure of ours from here on is repaired from a copy.
     failed: StepFailed | None = None
     try:
@@ -215,13 +219,14 @@ def _watch(called: Sequence[_Called], options: Options) -> None:
 
 def _key(gm: fx.GraphModule, options: Options, report: Report) -> str:
     """Return the key of the compile caches. Raises the errors about the user's options."""
-    from attn_compiler.passes.writing import fp8_sites, select
-    from attn_compiler.torch_private import frames as torch_frames
-
     targets = {Target.current(str(device)) for device in torch_compat.graph_devices(gm)}
-    select.require_available(options, {site.spec.device for site in report.sites}, targets)
-    if options.fp8_recipe is not None:
-        fp8_sites.check_recipe_used(options.fp8_recipe, report, is_whole=torch_frames.is_whole(gm))
+    if report.sites:
+        from attn_compiler.passes.writing import fp8_sites, select
+        from attn_compiler.torch_private import frames as torch_frames
+
+        select.require_available(options, {site.spec.device for site in report.sites}, targets)
+        if options.fp8_recipe is not None:
+            fp8_sites.check_recipe_used(options.fp8_recipe, report, is_whole=torch_frames.is_whole(gm))
     return cache_key(options, targets)
 
 

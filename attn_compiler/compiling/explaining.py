@@ -53,10 +53,10 @@ def settings_and_inputs(model: Callable[..., Any], given: Mapping[str, Any]) -> 
 
 def checked_settings(mode: str | None, options: Mapping[str, Any] | None) -> tuple[Options, dict[str, Any]]:
     """Return our options, and Inductor's. Raises UnknownOption or InvalidOption."""
-    from attn_compiler.lowerings import names
+    from attn_compiler import lowerings
 
     own, patches = split_options(mode, options)
-    check_lowering_names(own, names())
+    check_lowering_names(own, lambda: lowerings.names())
     return own, patches
 
 

@@ -30,7 +30,8 @@ class Inner:
 
     def compile_rewritten(self, gm: fx.GraphModule, example_inputs: Sequence[Any], key: str) -> Callable[..., Any]:
         # Not in the pass: it does not run if a cache has the code, which calls these ops all the same.
-        from attn_compiler.context_parallel import collectives, halo_ops, merge_ops  # noqa: F401
+        if self.options.context_parallel is not None:
+            from attn_compiler.context_parallel import halo_ops, merge_ops  # noqa: F401
         from attn_compiler.lowerings.graph_ops import kept, rotary_tables
         from attn_compiler.lowerings.shared.ops.leaf_ops import without_autograd
 
@@ -39,6 +40,8 @@ class Inner:
             if self.options.keeps_attention:
                 kept.keep_attention(graph)
             if self.options.sequence_group is not None:
+                from attn_compiler.context_parallel import collectives
+
                 collectives.gather_again(graph, self.options.sequence_group)
             try:
                 with step("keep tables of cosines and sines"):

@@ -21,12 +21,15 @@ def _look() -> None:
         return
     # Imported at the first compilation of ours, so that naming the backend stays cheap.
     try:
-        from attn_compiler.passes.matching.linear import substitutes
+        from attn_compiler.passes.matching.linear import looking
     except (ImportError, AttributeError):
         # The backend imports the same: it reports the failure and goes on without us.
         return
     try:
         with step("look for functions of linear attention"):
-            substitutes.look()
+            for function in looking.new_functions():
+                from attn_compiler.passes.matching.linear import substitutes
+
+                substitutes.propose(function)
     except StepFailed as failed:
         failed.warn(options_of(given), "any", "those that were not looked at stay the model's own")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.metadata
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from attn_compiler.options.options import Options
@@ -34,8 +35,19 @@ def sources_digest() -> str:
 def digest_of_tree(root: Path) -> str:
     """Hash the names and contents of all files under `root`, but for compiled Python."""
     digest = hashlib.sha256()
-    for path in sorted(p for p in root.rglob("*") if p.is_file() and "__pycache__" not in p.parts):
-        content = path.read_bytes()
-        digest.update(f"{path.relative_to(root).as_posix()}:{len(content)}:".encode())
+    for name, path in sorted(_files(root, "")):
+        with open(path, "rb", buffering=0) as file:
+            content = file.read()
+        digest.update(f"{name}:{len(content)}:".encode())
         digest.update(content)
     return digest.hexdigest()[:16]
+
+
+def _files(folder: str | Path, name: str) -> Iterator[tuple[str, str]]:
+    """Yield (name below the root, path) of each file. pathlib takes twice as long, and every process waits for this."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if not entry.is_dir():
+                yield f"{name}{entry.name}", entry.path
+            elif entry.name != "__pycache__":
+                yield from _files(entry.path, f"{name}{entry.name}/")

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -203,12 +203,12 @@ def own_name(key: str) -> str | None:
     return None
 
 
-def check_lowering_names(options: Options, known: Iterable[str]) -> None:
-    """Raise InvalidOption, naming the nearest, if the options ask for a lowering that does not exist."""
-    known = tuple(known)
+def check_lowering_names(options: Options, names: Callable[[], Iterable[str]]) -> None:
+    """Raise InvalidOption, naming the nearest, if the options ask for a lowering that does not exist. names: gives those that do."""
     option, asked = (
         ("lowerings", options.lowerings or ()) if options.lowering is None else ("lowering", (options.lowering,))
     )
+    known = tuple(names()) if asked else ()
     for name in asked:
         if name not in known:
             close = nearest(name, known)

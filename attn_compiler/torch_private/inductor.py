@@ -231,9 +231,10 @@ def start_workers() -> None:
         start()
 
 
-def share_kernel_cache(device: int) -> None:
-    """Set Triton's cache folder to the one that Inductor will set when it loads the first of its own kernels."""
-    os.environ.setdefault("TRITON_CACHE_DIR", kernel_cache_folder(device))
+def share_kernel_cache() -> None:
+    """Set Triton's cache folder to the one that Inductor will set when it loads the first of its own kernels, if CUDA is in use."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        os.environ.setdefault("TRITON_CACHE_DIR", kernel_cache_folder(torch.cuda.current_device()))
 
 
 def call_directly(op: str, module: str, function: str, *, site: str | None = None) -> None:

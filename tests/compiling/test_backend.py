@@ -13,7 +13,8 @@ import torch
 from torch import fx, nn
 
 import attn_compiler.compiling.backend as backend_module
-from attn_compiler import lowerings, passes
+from attn_compiler import passes
+from attn_compiler.lowerings import families
 from attn_compiler.options.options import Options
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Decision, Reason
@@ -63,7 +64,7 @@ def pipeline(monkeypatch: pytest.MonkeyPatch) -> Pipeline:
     monkeypatch.setattr(passes, "rewrite", stand_in.run)
     monkeypatch.setattr(publishing, "publish", stand_in.publish)
     known = (_Lowering("sdpa"), _Lowering("cudnn", [NO_GPU]))
-    monkeypatch.setattr(lowerings, "LOWERINGS", known)
+    monkeypatch.setattr(families, "LOWERINGS", known)
     return stand_in
 
 
@@ -120,18 +121,38 @@ assert torch.equal(torch.compile(torch.sin, backend="attn_compiler")(torch.ones(
 
 
 def test_ops_of_ranks_are_there_where_no_pass_ran() -> None:
-    """A rewrite that was kept needs no pass, and code that was kept calls the ops all the same."""
+    """A rewrite that was kept needs no pass, and code that was kept calls the ops all the same. Other graphs do without them."""
     code = """
 import torch
 from attn_compiler.compiling.inner import Inner
+from attn_compiler.context_parallel import ContextParallel
 from attn_compiler.options.options import Options
 from attn_compiler.torch_private import inductor as torch_inductor
+from tests.meshes import fake_mesh
 
 torch_inductor.compile_with_inductor = lambda *_, **__: None
 gm = torch.fx.symbolic_trace(lambda x: x.sin())
 Inner(options=Options(), patches={}, region=None, ahead=None).compile_rewritten(gm, [torch.ones(3)], "key")
-for name in ("gathered_sequence", "halo", "merged_over_ranks", "table"):
+of_ranks = ("gathered_sequence", "halo", "merged_over_ranks")
+assert [hasattr(torch.ops.attn_compiler, name) for name in ("table", *of_ranks)] == [True, False, False, False]
+with fake_mesh(2, rank=0) as mesh:
+    shared = Options(context_parallel=ContextParallel(mesh))
+    Inner(options=shared, patches={}, region=None, ahead=None).compile_rewritten(gm, [torch.ones(3)], "key")
+for name in of_ranks:
     assert hasattr(torch.ops.attn_compiler, name), name
+"""
+    fresh.run(code)
+
+
+def test_a_graph_without_attention_imports_no_families_and_no_rooms_of_options() -> None:
+    code = """
+import sys, torch
+torch.compile(torch.nn.Linear(2, 2), backend="attn_compiler")(torch.ones(3, 2)).sum().backward()
+ours = [name.removeprefix("attn_compiler.") for name in sys.modules if name.startswith("attn_compiler.")]
+rooms = ("lowerings.families", "lowerings.choice", "lowerings.hopper", "context_parallel.", "passes.context_parallel", "passes.unpad")
+unused = (*rooms, "passes.matching.patterns", "passes.writing.lower", "passes.rewrites.key", "verifying.plan", "lowerings.shared.launching")
+found = [name for name in ours if name.startswith(unused)]
+assert set(found) <= {f"context_parallel.{name}" for name in ("batches", "description", "layout", "rank_sync")}, found
 """
     fresh.run(code)
 

@@ -13,7 +13,7 @@ from torch import fx
 
 from attn_compiler.compiling import linear_attention
 from attn_compiler.compiling.backend import attn_compiler
-from attn_compiler.passes.matching.linear import substitutes
+from attn_compiler.passes.matching.linear import looking
 from attn_compiler.reasons.errors import AttnCompilerWarning
 from attn_compiler.torch_private import substitution
 
@@ -30,7 +30,7 @@ def test_our_backend_takes_calls_and_others_do_not() -> None:
 @pytest.mark.parametrize("resets", [0, 1])
 def test_modules_are_looked_at_when_ours_begins(monkeypatch: pytest.MonkeyPatch, resets: int) -> None:
     looked: list[int] = []
-    monkeypatch.setattr(substitutes, "look", lambda: looked.append(1))
+    monkeypatch.setattr(looking, "new_functions", lambda: looked.append(1) or ())
     for _ in range(resets):
         torch._dynamo.reset()
     torch.compile(lambda x: x + 1, backend=_other)(torch.ones(2))
@@ -43,7 +43,7 @@ def test_what_fails_in_looking_costs_no_compilation(monkeypatch: pytest.MonkeyPa
     def fail() -> None:
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(substitutes, "look", fail)
+    monkeypatch.setattr(looking, "new_functions", fail)
     with pytest.warns(AttnCompilerWarning, match="planted"):
         out = torch.compile(lambda x: x + 3, backend="attn_compiler", options={"inner": "eager"})(torch.ones(2))
     assert out.tolist() == [4.0, 4.0]
@@ -58,8 +58,9 @@ def test_functions_that_wrap_themselves_are_passed_over(monkeypatch: pytest.Monk
     module = types.ModuleType("a_module_of_a_model")
     module.around = around  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(substitutes, "_SEEN", set())
-    assert around not in list(substitutes._new_functions())
+    monkeypatch.setattr(looking, "_SEEN", set())
+    assert around not in list(looking.new_functions())
+    assert list(looking.innermost(around)) == []
 
 
 def test_a_backend_is_told_of_once() -> None:

@@ -217,7 +217,9 @@ def test_so_many_threads_compile_as_inductor_was_told() -> None:
 
 def test_what_keeps_compiled_kernels_already_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", "/somewhere")
-    torch_inductor.share_kernel_cache(0)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    torch_inductor.share_kernel_cache()
     assert os.environ["TRITON_CACHE_DIR"] == "/somewhere"
 
 

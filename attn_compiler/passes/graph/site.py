@@ -20,6 +20,12 @@ from attn_compiler.reasons.decisions import Copy, Decision, Estimate, Evidence, 
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.scores import ScoreChange
 
+#: note on a mask from outside compiled code, of which nothing is known
+COMES_IN = (
+    "the mask comes in from where nothing compiled made it; what compiled code makes stays known in other graphs "
+    "(integrations.transformers.compile_model does that for layers of Hugging Face models)"
+)
+
 
 class Refused(Exception):
     """A stop of matching, with its reason and node. Internal: becomes a Miss, never reaches a user."""

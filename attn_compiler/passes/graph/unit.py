@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -17,14 +17,16 @@ from attn_compiler.passes.graph import bodies, closed, faults, library_ops
 from attn_compiler.passes.graph.aliasing import Aliases
 from attn_compiler.passes.graph.calls import target_name
 from attn_compiler.passes.graph.faults import Log
-from attn_compiler.passes.graph.gradient_runs import AlikeRun
-from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.onward import Onward, Outcome
-from attn_compiler.passes.graph.site import Miss, Site
 from attn_compiler.passes.graph.spelling import Spelling
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.torch_private import compat as torch_compat, tracing as torch_tracing
+
+if TYPE_CHECKING:
+    from attn_compiler.passes.graph.gradient_runs import AlikeRun
+    from attn_compiler.passes.graph.mirror import Mirror
+    from attn_compiler.passes.graph.site import Miss, Site
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -274,6 +276,18 @@ def _is_in_softmax(node: fx.Node) -> bool:
         above |= dict.fromkeys(x for source in above for x in source.all_input_nodes)
     is_summed = any(target_name(user) == "sum" for user in node.users)
     return is_summed or any(target_name(x) in ("log_softmax", "logsumexp") for x in above)
+
+
+def owners_in_sites(units: Iterable[Unit]) -> frozenset[fx.Node]:
+    """Return Dynamo's nodes between the two products of any site."""
+    return frozenset(
+        owner
+        for unit in units
+        if unit.mirror is not None
+        for site in unit.found.sites
+        for node in site.match.covered
+        if (owner := unit.mirror.owner(node)) is not None
+    )
 
 
 def leave_closed(unit: Unit) -> Onward | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ from attn_compiler.passes.graph.unit import is_anchor_like, module_path
 from attn_compiler.passes.matching.written_out import is_product
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
+from attn_compiler.torch_private import compat as torch_compat
 
 _FLA = "install flash-linear-attention, whose kernels transformers then calls, or load the model with use_kernels=True"
 _MAMBA = "install mamba-ssm and causal-conv1d, whose kernels transformers then calls, or load the model with use_kernels=True"
@@ -67,6 +69,23 @@ RECURRENCES: tuple[Recurrence, ...] = (
 _OTHER = Recurrence(function="", module="", name="a recurrence")
 
 _IN_FUNCTION = re.compile(r", in (\w+)$", re.MULTILINE)
+
+
+#: number of compilations whose reasons are kept until their report is made
+_MOST = 64
+_REFUSED: OrderedDict[str, dict[str, Reason]] = OrderedDict()
+
+
+def note_refused(called: str, reason: Reason) -> None:
+    """Keep the reason against taking a function's calls, for the report of the current compilation."""
+    _REFUSED.setdefault(torch_compat.graph_name(), {})[called] = reason
+    while len(_REFUSED) > _MOST:
+        _REFUSED.popitem(last=False)
+
+
+def refused() -> Mapping[str, Reason]:
+    """Return the reasons against functions in the current compilation, by function name, and forget them."""
+    return _REFUSED.pop(torch_compat.graph_name(), {})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable
 
 import torch
 from torch import fx
@@ -91,18 +90,6 @@ class _Written:
         if anchor.target not in softmaxes.WRITTEN_OUT:
             return True
         return softmaxes.read(mirror, anchor) is not None and mirror.owner(anchor) in self._exponentials
-
-
-def owners_in_sites(units: Iterable[Unit]) -> frozenset[fx.Node]:
-    """Return Dynamo's nodes between the two products of any site."""
-    return frozenset(
-        owner
-        for unit in units
-        if unit.mirror is not None
-        for site in unit.found.sites
-        for node in site.match.covered
-        if (owner := unit.mirror.owner(node)) is not None
-    )
 
 
 def _match(

@@ -13,7 +13,6 @@ from torch import fx
 from attn_compiler.passes.graph.calls import target_name
 from attn_compiler.passes.graph.unit import module_path, source_line
 from attn_compiler.passes.matching import linear_calls, nested_calls, written_out
-from attn_compiler.passes.matching.linear import deciding
 from attn_compiler.passes.matching.written_out import WrittenOut
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.reporting.facts import MissReport
@@ -35,7 +34,7 @@ class Unseen:
 def find(gm: fx.GraphModule) -> Unseen:
     """Search a graph before it is rewritten."""
     graphs = [module.graph for module in torch_compat.graph_modules(gm)]
-    refused = deciding.refused()
+    refused = linear_calls.refused()
     layers = [one for graph in graphs for one in linear_calls.find(graph, refused)]
     others = [_row(one.firsts, one.called, "none tried", one.reason, source_line(one.firsts[0])) for one in layers]
     broken_off = nested_calls.find(gm)

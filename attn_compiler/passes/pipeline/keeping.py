@@ -9,7 +9,6 @@ from torch import fx
 from attn_compiler.passes.graph.onward import Onward
 from attn_compiler.passes.graph.unit import Unit
 from attn_compiler.passes.pipeline.work import Work
-from attn_compiler.passes.rewrites import remembered
 from attn_compiler.reporting.dump import timed
 from attn_compiler.torch_private import compat as torch_compat
 from attn_compiler.torch_private.op_library import NAMESPACE
@@ -32,6 +31,8 @@ def find(work: Work) -> Onward | None:
     """Repeat the rewrite that was kept of the same graph."""
     if work.store is None or work.border is None or (work.snapshot is None and work.border.root is None):
         return None
+    from attn_compiler.passes.rewrites import remembered
+
     with timed(_CACHE, work.seconds):
         work.remembered = remembered.begin(work.gm, work.options, work.border, work.store)
         kept = work.remembered.find()

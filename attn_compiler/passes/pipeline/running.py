@@ -65,8 +65,13 @@ def run_steps(work: Work) -> None:
             _run_on_units(row, work)
             at += len(row)
             continue
+        values = StepValues(work=work)
+        if step.only_if is not None and not values.get(step.only_if):
+            work.results |= dict.fromkeys(filter(None, [parsed(step.run).gives]), ())
+            at += 1
+            continue
         with located(step.name, None):
-            said = call(step, StepValues(work=work))
+            said = call(step, values)
         if said is None:
             at += 1
         elif isinstance(said, Onward) and said.step is None:

@@ -11,7 +11,13 @@ PIPELINE: tuple[Step, ...] = (
     # The graphs, and kept rewrites.
     Step("units", "units = graph.unit.units(gm, options)", on="work"),
     Step("snapshot", "snapshot = pipeline.keeping.snapshot(gm, units)", ("units",), on="work"),
-    Step("checkpoints", "inlined = spelling.checkpoints.inline_followed(gm, units, options)", ("snapshot",), on="work"),
+    Step(
+        "checkpoints",
+        "inlined = spelling.checkpoints.inline_followed(gm, units, options)",
+        ("snapshot",),
+        on="work",
+        only_if="units",
+    ),
     Step("border", "border = recovering.borders.reached(gm, units, options, readers)", ("checkpoints",), on="work"),
     Step("kept", "pipeline.keeping.find(work)", ("border",), on="work", leads=("units",)),
     Step("unseen", "unseen = matching.unseen.find(gm)", ("kept",), on="work"),
@@ -68,10 +74,16 @@ PIPELINE: tuple[Step, ...] = (
     Step("last_look", "context_parallel.agreement.complete(unit)", ("give_back",)),
     Step("verify", "writing.lower.verify_graph(unit, found)", ("last_look",)),
     # All graphs together, and the report.
-    Step("linear", "linear = writing.linear_calls.lower(gm, options, seconds, dumper)", ("verify",), on="work"),
-    Step("not_left", "context_parallel.spreading.check_not_left(units)", ("linear",), on="work"),
-    Step("buffers", "writing.buffers.install(gm, units)", ("not_left",), on="work"),
-    Step("body_inputs", "recovering.body_inputs.pass_on(units)", ("buffers",), on="work"),
+    Step(
+        "linear",
+        "linear = writing.linear_calls.lower(gm, options, seconds, dumper)",
+        ("verify",),
+        on="work",
+        only_if="snapshot",
+    ),
+    Step("not_left", "context_parallel.spreading.check_not_left(units)", ("linear",), on="work", only_if="units"),
+    Step("buffers", "writing.buffers.install(gm, units)", ("not_left",), on="work", only_if="units"),
+    Step("body_inputs", "recovering.body_inputs.pass_on(units)", ("buffers",), on="work", only_if="units"),
     Step("crossing", "known = recovering.borders.crossed(border)", ("body_inputs",), on="work"),
     Step("warnings", "warned = graph.unit.warned(units)", ("crossing",), on="work"),
     Step(
@@ -80,7 +92,7 @@ PIPELINE: tuple[Step, ...] = (
         ("warnings",),
         on="work",
     ),
-    Step("outline", "spelling.checkpoints.outline_all(gm, units, inlined)", ("report",), on="work"),
+    Step("outline", "spelling.checkpoints.outline_all(gm, units, inlined)", ("report",), on="work", only_if="units"),
     Step("keep", "pipeline.keeping.keep(work)", ("outline",), on="work"),
 )
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
 from attn_compiler.options.options import Options
 from attn_compiler.passes.graph import faults
 from attn_compiler.passes.graph.unit import Unit
-from attn_compiler.passes.recovering.borders import Border
 from attn_compiler.passes.recovering.reading.readers import Readers
-from attn_compiler.passes.rewrites.remembered import Remembered
 from attn_compiler.reasons.errors import AttnCompilerError
 from attn_compiler.reporting.dump import Dumper
 from attn_compiler.reporting.report import Report
@@ -23,6 +21,10 @@ from attn_compiler.torch_private import compat as torch_compat
 from attn_compiler.torch_private.known_masks import Known
 from attn_compiler.torch_private.snapshots import Snapshot
 from attn_compiler.torch_private.store import Store
+
+if TYPE_CHECKING:
+    from attn_compiler.passes.recovering.borders import Border
+    from attn_compiler.passes.rewrites.remembered import Remembered
 
 
 @dataclass(kw_only=True)

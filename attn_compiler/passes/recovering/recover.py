@@ -20,7 +20,7 @@ from attn_compiler.passes.graph.axes import AxisError
 from attn_compiler.passes.graph.emit import FakeBuilder
 from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.program import Tensors
-from attn_compiler.passes.graph.site import Keyless, Latent, Match, Miss, Operand, Site, SiteReads, Term
+from attn_compiler.passes.graph.site import COMES_IN, Keyless, Latent, Match, Miss, Operand, Site, SiteReads, Term
 from attn_compiler.passes.graph.unit import FoundSites, Unit
 from attn_compiler.passes.recovering import highest, latent, meaning, packing, reach, stored, upcasts
 from attn_compiler.passes.recovering.meaning import Meaning
@@ -32,12 +32,6 @@ from attn_compiler.reasons.errors import AttnCompilerWarning
 from attn_compiler.spec import dims, masks, reads, scores
 from attn_compiler.spec.attention import AttentionSpec, Dim, LatentSpec, LseUse, SizeRange, StoredSpec, TensorSpec
 from attn_compiler.torch_private import frames as torch_frames, symbols as torch_symbols
-
-#: note on a mask from outside compiled code, of which nothing is known
-COMES_IN = (
-    "the mask comes in from where nothing compiled made it; what compiled code makes stays known in other graphs "
-    "(integrations.transformers.compile_model does that for layers of Hugging Face models)"
-)
 
 #: note on such a mask where transformers batches requests and pages its cache
 OF_REQUESTS = (

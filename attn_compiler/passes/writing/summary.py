@@ -8,16 +8,14 @@ from collections.abc import Collection, Mapping
 
 from torch import fx
 
-from attn_compiler.lowerings import by_name
+from attn_compiler import lowerings
 from attn_compiler.lowerings.base import UNTOUCHED
-from attn_compiler.passes.graph import autograd_functions, opaque_calls
+from attn_compiler.passes.graph import autograd_functions, opaque_calls, unit as graph_units
 from attn_compiler.passes.graph.calls import target_name
 from attn_compiler.passes.graph.mirror import Mirror
-from attn_compiler.passes.graph.site import Miss, Site
+from attn_compiler.passes.graph.site import COMES_IN, Miss, Site
 from attn_compiler.passes.graph.unit import Unit, is_anchor_like, module_path, paths_of_runs, source_line
-from attn_compiler.passes.matching.match import owners_in_sites
 from attn_compiler.passes.matching.unseen import Unseen
-from attn_compiler.passes.recovering.recover import COMES_IN
 from attn_compiler.passes.spelling import flex
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Decision, Reason, Refusal
@@ -42,7 +40,7 @@ def report(
     faults: the warnings. unseen: misses that no pattern started from. linear: layers of linear attention.
     """
     outcomes = [unit.outcome.row() for unit in units if unit.outcome is not None]
-    others = [] if unseen is None else unseen.rows(owners_in_sites(units))
+    others = [] if unseen is None else unseen.rows(graph_units.owners_in_sites(units))
     return Report(
         graph=torch_compat.graph_name(),
         target=_target(gm, targets),
@@ -130,7 +128,7 @@ def _row(found: list[tuple[Unit, Site]], targets: Mapping[str, Target]) -> SiteR
         pattern=first.match.pattern,
         spec=first.spec,
         decision=decision,
-        reads_pairs=by_name(decision.lowering).reads_pairs(first.spec, targets[first.spec.device]),
+        reads_pairs=lowerings.by_name(decision.lowering).reads_pairs(first.spec, targets[first.spec.device]),
         copies=tuple(first.copies),
         notes=tuple(dict.fromkeys(note for _, site in found for note in site.notes)),
         source=first.source,

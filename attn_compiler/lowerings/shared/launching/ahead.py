@@ -168,7 +168,6 @@ def here() -> Ahead | None:
 
     if triton.knobs.runtime.interpret:
         return None
-    torch_inductor.share_kernel_cache(torch.cuda.current_device())
     return Ahead(begin=compiling.workers(torch_inductor.compile_threads()).begin)
 
 

@@ -7,7 +7,6 @@ gives the reason for each call that is not taken.
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from attn_compiler.lowerings.base import UNTOUCHED
 from attn_compiler.lowerings.graph_ops import linear_call
 from attn_compiler.options.options import Options, split_options
 from attn_compiler.passes.graph import axes, faults
+from attn_compiler.passes.matching import linear_calls
 from attn_compiler.passes.matching.linear import proving, running
 from attn_compiler.passes.matching.linear.running import Proposed
 from attn_compiler.reasons.codes import Code
@@ -27,19 +27,10 @@ from attn_compiler.reasons.errors import AttnCompilerError
 from attn_compiler.spec.attention import Dim
 from attn_compiler.spec.linear import LinearForm, LinearSpec
 from attn_compiler.spec.target import Target
-from attn_compiler.torch_private import compat as torch_compat, substitution
+from attn_compiler.torch_private import substitution
 from attn_compiler.torch_private.store import Store
 
-#: number of compilations whose reasons are kept until their report is made
-_MOST = 64
 _DTYPES = ("float32", "float64", "bfloat16", "float16")
-
-_REFUSED: OrderedDict[str, dict[str, Reason]] = OrderedDict()
-
-
-def refused() -> Mapping[str, Reason]:
-    """Return the reasons against functions in the current compilation, by function name, and forget them."""
-    return _REFUSED.pop(torch_compat.graph_name(), {})
 
 
 def decide(proposed: Proposed, tensors: Sequence[Tensor], roles: tuple[str, ...], given: Mapping[str, Any]) -> str:
@@ -59,9 +50,7 @@ def decide(proposed: Proposed, tensors: Sequence[Tensor], roles: tuple[str, ...]
         return found.text
     if found is None:
         return ""
-    _REFUSED.setdefault(torch_compat.graph_name(), {})[proposed.called] = found
-    while len(_REFUSED) > _MOST:
-        _REFUSED.popitem(last=False)
+    linear_calls.note_refused(proposed.called, found)
     return ""
 
 

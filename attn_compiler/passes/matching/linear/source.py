@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 
 from attn_compiler.passes.matching.linear import branches, vocabulary
+from attn_compiler.passes.matching.linear.looking import innermost
 from attn_compiler.torch_private.substitution import OutsideRead
 
 _SPACE = (tokenize.COMMENT, tokenize.NL, tokenize.ENCODING, tokenize.ENDMARKER)
@@ -32,8 +33,6 @@ _SPACE = (tokenize.COMMENT, tokenize.NL, tokenize.ENCODING, tokenize.ENDMARKER)
 _LAYOUT = {tokenize.INDENT: "indent", tokenize.DEDENT: "dedent", tokenize.NEWLINE: "newline"}
 #: modules under their usual names, which a digest need not record
 _USUAL = {"torch": torch, "F": F, "nn": torch.nn}
-#: most decorators around a function that are unwrapped
-_MOST_WRAPPED = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,17 +56,6 @@ def read(function: types.FunctionType) -> Source:
     return Source(
         digest=held, why_not=why, reads=tuple({(one.module, one.names, one.key): one for one in reader.reads}.values())
     )
-
-
-def innermost(value: object) -> Iterator[tuple[types.FunctionType, int]]:
-    """Yield the function behind decorators, with their number; nothing if it is no function or wraps itself."""
-    for wrapped in range(_MOST_WRAPPED):
-        if not isinstance(value, types.FunctionType):
-            return
-        if "__wrapped__" not in vars(value):
-            yield value, wrapped
-            return
-        value = vars(value)["__wrapped__"]
 
 
 def _place(function: types.FunctionType) -> OutsideRead | None:

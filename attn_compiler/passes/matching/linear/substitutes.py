@@ -1,13 +1,12 @@
-"""Find functions of linear attention in the loaded modules, and have Dynamo take each call as one node.
+"""Propose functions of linear attention (looking.py finds them), and have Dynamo take each call as one node.
 
 Dynamo traces the substitute in place of the function. It makes `linear_call` of the operands, and returns what the function returns.
 """
 
 from __future__ import annotations
 
-import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,23 +14,14 @@ from torch import Tensor
 
 from attn_compiler.lowerings.graph_ops.linear_call import linear_call
 from attn_compiler.passes.matching.linear import deciding, source
+from attn_compiler.passes.matching.linear.looking import template_of
 from attn_compiler.passes.matching.linear.running import Proposed
-from attn_compiler.passes.matching.linear.templates import TEMPLATES, Template
+from attn_compiler.passes.matching.linear.templates import Template
 from attn_compiler.torch_private import substitution
 from attn_compiler.torch_private.substitution import Decided
 
-#: packages without models
-_NO_MODELS = frozenset({"torch", "numpy", "scipy", "sympy", "triton", "attn_compiler", "networkx", "pytest", "_pytest"})
-
-#: names of modules already searched, and the functions found there
-_SEEN: set[str] = set()
+#: the functions found so far
 _PROPOSED: dict[types.FunctionType, Proposed] = {}
-
-
-def look() -> None:
-    """Search the modules loaded since the last search; takes milliseconds."""
-    for function in _new_functions():
-        propose(function)
 
 
 def current(function: types.FunctionType) -> Proposed:
@@ -73,25 +63,6 @@ def proposal(function: types.FunctionType) -> Proposed | None:
 
 def _named(function: types.FunctionType, read: source.Source) -> str:
     return f"{function.__module__}:{function.__qualname__}#{read.digest}"
-
-
-def template_of(function: types.FunctionType) -> Template | None:
-    """Return the first template whose parameters a function has."""
-    code = function.__code__
-    names = set(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
-    return next((one for one in TEMPLATES if one.parameters <= names), None)
-
-
-def _new_functions() -> Iterator[types.FunctionType]:
-    for name, module in list(sys.modules.items()):
-        if name in _SEEN or not isinstance(module, types.ModuleType):
-            continue
-        _SEEN.add(name)
-        root, _, rest = name.partition(".")
-        if root in _NO_MODELS or root in sys.stdlib_module_names or (root == "transformers" and "modeling" not in rest):
-            continue
-        for value in list(vars(module).values()):
-            yield from (found for found, _ in source.innermost(value) if found.__module__ == name)
 
 
 def _substitute(function: types.FunctionType, template: Template) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from attn_compiler.options.options import Options
+from attn_compiler.passes.matching import linear_calls
 from attn_compiler.passes.matching.linear import deciding, substitutes
 from attn_compiler.passes.matching.linear.running import Proposed
 from attn_compiler.passes.matching.linear.source import Source
@@ -102,7 +103,7 @@ def test_a_function_that_is_not_proved_is_not_taken() -> None:
 def test_nothing_is_decided_outside_of_a_compilation_of_ours() -> None:
     operands = _operands()
     assert deciding.decide(_proposed(), list(operands.values()), tuple(operands), _NUMBERS) == ""
-    assert deciding.refused() == {}
+    assert linear_calls.refused() == {}
 
 
 def test_what_fails_in_deciding_leaves_the_call_to_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,4 +115,4 @@ def test_what_fails_in_deciding_leaves_the_call_to_the_model(monkeypatch: pytest
     operands = _operands()
     with pytest.warns(AttnCompilerWarning, match="planted"):
         assert deciding.decide(_proposed(), list(operands.values()), tuple(operands), _NUMBERS) == ""
-    assert {reason.code for reason in deciding.refused().values()} == {Code.FAULT}
+    assert {reason.code for reason in linear_calls.refused().values()} == {Code.FAULT}

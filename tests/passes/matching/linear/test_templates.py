@@ -6,7 +6,7 @@ import inspect
 
 import pytest
 
-from attn_compiler.passes.matching.linear import substitutes
+from attn_compiler.passes.matching.linear import looking
 from attn_compiler.passes.matching.linear.templates import TEMPLATES
 from tests.near_miss import linear_variants
 from tests.passes.matching.linear import linear_functions
@@ -14,7 +14,7 @@ from tests.passes.matching.linear import linear_functions
 
 @pytest.mark.parametrize("name", linear_variants._PARTS)
 def test_each_function_of_transformers_has_a_row(name: str) -> None:
-    template = substitutes.template_of(linear_variants.own(name))
+    template = looking.template_of(linear_variants.own(name))
     assert template is not None
     assert template.by_token is (
         name not in ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention", "mamba2_chunk_scan")
@@ -32,6 +32,6 @@ def test_optional_roles_are_roles() -> None:
 
 
 def test_other_parameters_are_none_of_ours() -> None:
-    assert substitutes.template_of(linear_functions.plain) is None
-    assert substitutes.template_of(linear_functions.by_token) is TEMPLATES[1]
+    assert looking.template_of(linear_functions.plain) is None
+    assert looking.template_of(linear_functions.by_token) is TEMPLATES[1]
     assert "query" in inspect.signature(linear_functions.plain).parameters

@@ -1,0 +1,51 @@
+"""The search of loaded modules for functions that have the parameters of a template: all that most processes need of linear attention."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterator
+
+from attn_compiler.passes.matching.linear.templates import TEMPLATES, Template
+
+#: packages without models
+_NO_MODELS = frozenset({"torch", "numpy", "scipy", "sympy", "triton", "attn_compiler", "networkx", "pytest", "_pytest"})
+#: most decorators around a function that are unwrapped
+_MOST_WRAPPED = 16
+
+#: names of modules already searched
+_SEEN: set[str] = set()
+_PARAMETERS = tuple((one, one.parameters) for one in TEMPLATES)
+
+
+def new_functions() -> Iterator[types.FunctionType]:
+    """Yield the functions that fit a template, of modules loaded since the last search."""
+    for name, module in list(sys.modules.items()):
+        if name in _SEEN or not isinstance(module, types.ModuleType):
+            continue
+        _SEEN.add(name)
+        root, _, rest = name.partition(".")
+        if root in _NO_MODELS or root in sys.stdlib_module_names or (root == "transformers" and "modeling" not in rest):
+            continue
+        for value in list(vars(module).values()):
+            for found, _ in innermost(value):
+                if found.__module__ == name and template_of(found) is not None:
+                    yield found
+
+
+def innermost(value: object) -> Iterator[tuple[types.FunctionType, int]]:
+    """Yield the function behind decorators, with their number; nothing if it is no function or wraps itself."""
+    for wrapped in range(_MOST_WRAPPED):
+        if not isinstance(value, types.FunctionType):
+            return
+        if "__wrapped__" not in vars(value):
+            yield value, wrapped
+            return
+        value = vars(value)["__wrapped__"]
+
+
+def template_of(function: types.FunctionType) -> Template | None:
+    """Return the first template whose parameters a function has."""
+    code = function.__code__
+    names = set(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
+    return next((one for one, parameters in _PARAMETERS if parameters <= names), None)
