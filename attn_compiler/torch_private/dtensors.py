@@ -63,7 +63,7 @@ def shards(value: Any, name: str) -> Shards | Reason:
             code=Code.UNEQUAL_SHARES,
             rule=RULE,
             observed=f"{name} is placed {words}, which is neither whole nor a share along one axis",
-            remedy="redistribute it over heads, over the batch, or to Replicate() before the attention",
+            remedy=f"redistribute {name} over heads, over the batch, or to Replicate() before the attention",
         )
     sizes = [value.device_mesh.size(i) for i in range(value.device_mesh.ndim)]
     for axis, (whole, own) in enumerate(zip(value.shape, local_of(value).shape, strict=True)):
@@ -75,7 +75,7 @@ def shards(value: Any, name: str) -> Shards | Reason:
                 rule=RULE,
                 observed=f"{name} has {whole} along axis {axis}, of which {members} processes "
                 + ("have unequal shares" if is_known else "may have unequal shares, since the size is symbolic"),
-                remedy="pad it to a multiple of the processes" if is_known else "compile with dynamic=False",
+                remedy=f"pad {name} to a multiple of {members}" if is_known else "compile with dynamic=False",
             )
     return Shards(mesh=value.device_mesh, dims=dims, words=words)
 

@@ -36,5 +36,5 @@ def _reason(name: str, observed: str) -> Reason:
         code=Code.OWN_KERNEL,
         rule="in place of a kernel that the model calls itself, none that needs an element for each score",
         observed=observed,
-        remedy=f"options={{'lowering': {name!r}}} takes it all the same",
+        remedy=f"options={{'lowering': {name!r}}} takes this kernel all the same",
     )

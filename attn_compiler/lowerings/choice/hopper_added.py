@@ -89,5 +89,5 @@ def _refused(part: PartKind, observed: str) -> Reason:
         code=Code.ADDED_SLOWER,
         rule=f"with {_WORDS[part]} this kernel was measured to be faster than Triton's for such a shape",
         observed=observed,
-        remedy=f"options={{'lowering': {FAMILY!r}}} takes it all the same",
+        remedy=f"options={{'lowering': {FAMILY!r}}} takes this kernel all the same",
     )

@@ -19,10 +19,7 @@ from attn_compiler.spec.target import Target
 #: name of the other side
 OTHER = "triton"
 _RULE = "the backward that adds up in one order was measured to be faster than Triton's for such a shape"
-_REMEDY = (
-    "torch.use_deterministic_algorithms(False), if the last bits of gradients may differ from run to run, takes the backward that adds up "
-    "as programs come"
-)
+_REMEDY = "call torch.use_deterministic_algorithms(False) if the last bits of gradients may differ from run to run"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

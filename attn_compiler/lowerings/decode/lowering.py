@@ -94,7 +94,7 @@ def _check_heads_known(spec: AttentionSpec) -> list[Reason]:
     if isinstance(spec.num_heads_q, int) and isinstance(spec.num_heads_kv, int):
         return []
     observed = f"num_heads_q {spec.num_heads_q}, num_heads_kv {spec.num_heads_kv}"
-    return refuse(Code.SYMBOLIC, "the numbers of heads are known", observed, "mark them static")
+    return refuse(Code.SYMBOLIC, "the numbers of heads are known", observed)
 
 
 def _check_parts(spec: AttentionSpec) -> list[Reason]:

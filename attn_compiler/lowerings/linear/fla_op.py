@@ -28,7 +28,7 @@ from attn_compiler.torch_private.op_library import LIBRARY, NAMESPACE, Late
 _NAME = "fla"
 #: the release whose functions fla_calls.py calls
 _RELEASE = "0.6."
-_ANOTHER = "options={'lowering': 'linear_triton'}, or 'linear_reference'"
+_ANOTHER = "leave the choice to the compiler, or give lowering='linear_triton' or 'linear_reference'"
 _HOPPER = 90
 #: releases of Triton with which fla refuses to train a decay a head on Hopper: from .. to, the last one excluded
 _WRONG_TRITON = ((3, 4, 0), (3, 7, 1))
@@ -64,8 +64,7 @@ def _check_machine(target: Target) -> list[Reason]:
         return refuse(Code.INTERPRETER, rule, "Triton's interpreter", _ANOTHER)
     if target.deterministic:
         rule = "flash-linear-attention does not say that it gives the same in every run"
-        remedy = "torch.use_deterministic_algorithms(False)"
-        return refuse(Code.DETERMINISTIC, rule, "deterministic algorithms", remedy)
+        return refuse(Code.DETERMINISTIC, rule, "deterministic algorithms")
     if target.mixed_gpus:
         rule, remedy = "all GPUs are of one architecture", "show the process GPUs of one kind (CUDA_VISIBLE_DEVICES)"
         return refuse(Code.SEVERAL_ARCHITECTURES, rule, "several", remedy)

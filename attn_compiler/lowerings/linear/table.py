@@ -91,5 +91,5 @@ def decide(
         return first.first_unopposed(asked, objection)
     row = row_of(spec, target)
     decision = first.first_unopposed(() if row is None else row.order, objection)
-    remedy = "options={'lowering': 'linear_reference'} takes it all the same"
+    remedy = "options={'lowering': 'linear_reference'} takes a kernel all the same"
     return first.with_reason(decision, row, target, "function", remedy)

@@ -60,7 +60,7 @@ def refused(node: fx.Node, out: Shards) -> Reason | None:
     return next(_misfits(node, _given(node), out), None)
 
 
-_SEQUENCE = "shard q, k and v over heads or over the batch; attention of a sharded sequence is context parallelism"
+_SEQUENCE = "shard q, k and v over heads or over the batch, or give options={'context_parallel': ...}"
 
 
 def _of_sdpa(node: fx.Node, out: Shards) -> Reason | None:

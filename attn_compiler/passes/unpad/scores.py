@@ -33,7 +33,7 @@ B, Q, K = map(Index, "bqk")
 _OF_TOKENS = Indexed(batch=0, seq=1, rank=2)
 
 _RULE = "what joins the scores goes by the distance of query and key, or by numbers of the key's token"
-_REMEDY = "only T5's relative biases and ALiBi are applied to packed tokens"
+_REMEDY = "there is nothing to do: packed tokens take T5's relative biases and ALiBi alone"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -92,7 +92,7 @@ def test_sites_that_it_serves(changes: dict[str, Any]) -> None:
         ),
         ({"recipe": dataclasses.replace(RECIPE, forward_format="e5m2")}, "the forward is in e4m3; observed e5m2"),
         ({"target": Target.fake(cudnn_frontend="1.22.1", sm=100)}, "sm90: it was tried on no other; observed sm100"),
-        ({"target": Target.fake(device="cpu")}, "runs on an NVIDIA GPU; observed device cpu; move the model to cuda"),
+        ({"target": Target.fake(device="cpu")}, "runs on an NVIDIA GPU; observed device cpu; call model.to('cuda')"),
         ({"target": Target.fake()}, "observed not installed"),
         ({**IN_FP8, "head_dim": 64}, "with a backward in FP8, head dims are 128; observed 64 and 64; give Fp8Recipe(b"),
         (

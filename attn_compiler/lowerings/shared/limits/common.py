@@ -26,8 +26,8 @@ MAX_GRID = 65535
 #: scores of 2^14 times this scale, in units of log 2, are one half apart from the next float32 number
 LARGEST_SCALE = 256.0
 
-LOWER_PRECISION = "call model.bfloat16(), or run it under torch.autocast"
-STATIC = "compile with dynamic=False, or mark the length static"
+LOWER_PRECISION = "call model.bfloat16(), or run the model under torch.autocast"
+STATIC = "compile with dynamic=False, or call torch._dynamo.mark_static(tensor, dim)"
 
 
 def torch_release(version: str) -> tuple[int, int]:
@@ -49,13 +49,13 @@ def check_switch(kernel: str, target: Target) -> list[Reason]:
     if kernel not in target.disabled:
         return []
     setter = {"efficient": "enable_mem_efficient_sdp"}.get(kernel, f"enable_{kernel}_sdp")
-    remedy = f"torch.backends.cuda.{setter}(True), or leave the sdpa_kernel context"
+    remedy = f"call torch.backends.cuda.{setter}(True), or leave the sdpa_kernel context"
     return refuse(Code.SWITCHED_OFF, f"PyTorch's {kernel} attention is enabled", "switched off", remedy)
 
 
 def check_gpu(target: Target, *, first_sm: int) -> list[Reason]:
     if target.device != "cuda":
-        return refuse(Code.DEVICE, "runs on an NVIDIA GPU", f"device {target.device}", "move the model to cuda")
+        return refuse(Code.DEVICE, "runs on an NVIDIA GPU", f"device {target.device}", "call model.to('cuda')")
     if first_sm <= target.sm <= LAST_SM:
         return []
     observed = f"sm{target.sm}" if target.sm else "no GPU that CUDA can use"
@@ -77,7 +77,7 @@ def check_dtypes(spec: AttentionSpec, allowed: Iterable[str]) -> list[Reason]:
     if len(set(found)) > 1:
         observed = ", ".join(f"{name} {dtype}" for name, dtype in zip("qkv", found, strict=True))
         return refuse(
-            Code.SEVERAL_DTYPES, "q, k and v have one dtype", observed, "cast them alike before the attention"
+            Code.SEVERAL_DTYPES, "q, k and v have one dtype", observed, "cast q, k and v alike before the attention"
         )
     allowed = tuple(allowed)
     if spec.dtype in allowed:
@@ -90,7 +90,7 @@ def check_softmax_dtype(spec: AttentionSpec) -> list[Reason]:
     """Refuse a softmax in float64: kernels keep scores and softmax in float32 for every dtype below float64."""
     if spec.score.softmax_dtype != "float64" or spec.dtype == "float64":
         return []
-    return refuse(Code.SOFTMAX_DTYPE, "the softmax runs in at most float32", "float64", "drop the cast to float64")
+    return refuse(Code.SOFTMAX_DTYPE, "the softmax runs in at most float32", "float64", "drop the cast of the scores")
 
 
 def check_shapes(spec: AttentionSpec) -> list[Reason]:
@@ -144,7 +144,7 @@ def _check_heads(spec: AttentionSpec) -> list[Reason]:
     if dims.same(heads_q, heads_kv) and dims.at_least(heads_q) >= 1:
         return []
     if not isinstance(heads_q, int) or not isinstance(heads_kv, int):
-        return refuse(Code.SYMBOLIC, "the numbers of heads are known", observed, "mark them static")
+        return refuse(Code.SYMBOLIC, "the numbers of heads are known", observed)
     if heads_kv < 1 or heads_q % heads_kv:
         return refuse(Code.HEAD_GROUPS, "num_heads_q is a multiple of num_heads_kv", observed)
     return []
@@ -165,9 +165,9 @@ def check_head_dims(spec: AttentionSpec, *, multiple: int, limit: int | None = N
     for name, size in (("head_dim_qk", spec.head_dim_qk), ("head_dim_v", spec.head_dim_v)):
         if not isinstance(size, int):
             if multiple > 1 or limit is not None or dims.at_least(size) < 1:
-                reasons += refuse(Code.SYMBOLIC, f"{name} is known", str(size), "mark it static")
+                reasons += refuse(Code.SYMBOLIC, f"{name} is known", str(size))
         elif size < 1 or size % multiple:
-            remedy = f"pad it with zeros to {-(-max(size, 1) // multiple) * multiple} and keep the scale"
+            remedy = f"pad the heads with zeros to {-(-max(size, 1) // multiple) * multiple}, and keep the scale"
             reasons += refuse(Code.HEAD_DIM, f"{name} is a multiple of {multiple}", str(size), remedy)
         elif limit is not None and size > limit:
             reasons += refuse(Code.HEAD_DIM, f"{name} is at most {limit}", str(size))
@@ -178,7 +178,7 @@ def check_one_head_dim(spec: AttentionSpec) -> list[Reason]:
     if dims.same(spec.head_dim_qk, spec.head_dim_v):
         return []
     observed = f"head_dim_qk {spec.head_dim_qk}, head_dim_v {spec.head_dim_v}"
-    return refuse(Code.HEAD_DIMS_DIFFER, "q, k and v have one head_dim", observed, "pad the smaller one with zeros")
+    return refuse(Code.HEAD_DIMS_DIFFER, "q, k and v have one head_dim", observed)
 
 
 # ---- scores -------------------------------------------------------------------------------------------------------

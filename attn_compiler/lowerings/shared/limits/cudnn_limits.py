@@ -35,8 +35,7 @@ def check_version(target: Target) -> list[Reason]:
 def check_deterministic(target: Target) -> list[Reason]:
     if not target.deterministic:
         return []
-    remedy = "torch.use_deterministic_algorithms(False)"
-    return refuse(Code.DETERMINISTIC, "no deterministic algorithms are asked for", "they are", remedy)
+    return refuse(Code.DETERMINISTIC, "no deterministic algorithms are asked for", "they are")
 
 
 def check_head_dims(spec: AttentionSpec, target: Target) -> list[Reason]:
@@ -71,7 +70,7 @@ def check_dropout(spec: AttentionSpec, target: Target) -> list[Reason]:
         return []
     reasons = known_bad.refusal("dropout", target, f"dropout {p:g}")
     if not (p * 16).is_integer():
-        remedy = "round it to a multiple of 1/16 (0.125, 0.0625)"
+        remedy = "round dropout_p to a multiple of 1/16 (0.125, 0.0625)"
         reasons += refuse(Code.DROPOUT, "dropout is a multiple of 1/16", f"{p:g}", remedy)
     if dims.range_of(spec, spec.seqlen_q)[0] < 2:
         reasons += refuse(Code.DROPOUT, "with dropout, more than one query", f"seqlen_q {spec.seqlen_q}")

@@ -167,7 +167,7 @@ def check_head_dims(takes: Takes, spec: AttentionSpec) -> list[Reason]:
 def _check_no_gradient(spec: AttentionSpec) -> list[Reason]:
     if not spec.needs_grad:
         return []
-    remedy = "decode under torch.no_grad() or torch.inference_mode()"
+    remedy = "run inference under torch.no_grad() or torch.inference_mode(); training gets another kernel"
     return refuse(Code.GRADIENT, "no gradient is needed", "the output is differentiated", remedy)
 
 

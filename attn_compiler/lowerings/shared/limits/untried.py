@@ -36,7 +36,7 @@ def reasons(lowering: str, target: Target) -> list[Reason]:
     cause = _known(target).get(lowering) if said else None
     if cause is None:
         return []
-    remedy = "install a release that was tried; attn_compiler/rewrites in Inductor's cache folder keeps what failed"
+    remedy = "install a tried release, or delete attn_compiler/rewrites in Inductor's cache folder to try again"
     return refuse(Code.NOT_COMPILED, "; ".join(said), cause, remedy)
 
 

@@ -125,7 +125,7 @@ def check(softmax: Softmax, scores: Scores, *, is_masked_later: bool) -> None:
     A number added to the scores changes it, but not the softmax. is_masked_later: masks of the weights became masks of the scores."""
     observed, remedy = None, None
     if is_masked_later:
-        observed, remedy = "weights are masked after it was taken", "mask the scores, before both are taken"
+        observed, remedy = "weights are masked after it was taken", "mask the scores before softmax and logsumexp"
     elif scores.is_offset or scores.shifted_along:
         observed, remedy = (
             "a number is added to the scores first",
