@@ -94,6 +94,11 @@ class Watching:
 
         return known_masks.wrap(counted, rewritten.known, rewritten.read)
 
+    def begin(self) -> None:
+        """Count what runs from now on. Graphs stay."""
+        self.runs[:] = [0] * len(self.runs)
+        self.counter = AttentionCounter()
+
     def left(self, found: torch_observe.Break) -> None:
         told = left_to_python.report(found)
         if told is not None:
@@ -123,9 +128,9 @@ def rows(model: Model, only: str = "") -> list[Row]:
     try:
         built = model.build()
     except Unavailable as missing:
-        return [_failed(model, call, "unavailable", str(missing)) for call in chosen]
+        return [failed(model, call, "unavailable", str(missing)) for call in chosen]
     except Exception as error:  # noqa: BLE001 - one broken model is a row of the table, not the end of it
-        return [_failed(model, call, "error", f"{type(error).__name__}: {error}") for call in chosen]
+        return [failed(model, call, "error", f"{type(error).__name__}: {error}") for call in chosen]
     return [_row(model, built, call) for call in chosen]
 
 
@@ -136,10 +141,10 @@ def _row(model: Model, built: nn.Module, call: Call) -> Row:
     try:
         _run(built, call, watching)
     except Exception as error:  # noqa: BLE001 - as above
-        return _failed(model, call, "error", f"{type(error).__name__}: {error}")
+        return failed(model, call, "error", f"{type(error).__name__}: {error}")
     finally:
         torch._dynamo.reset()
-    return _described(model, call, watching, time.perf_counter() - started)
+    return described(model, call, watching, time.perf_counter() - started)
 
 
 def _run(built: Any, call: Call, watching: Watching) -> None:
@@ -156,13 +161,13 @@ def _run(built: Any, call: Call, watching: Watching) -> None:
             built.gradient_checkpointing_disable()
 
 
-def _failed(model: Model, call: Call, status: str, detail: str) -> Row:
+def failed(model: Model, call: Call, status: str, detail: str) -> Row:
     return Row(
         model=model.name, call=call.name, device=model.device, status=status, detail=" ".join(detail.split())[:300]
     )
 
 
-def _described(model: Model, call: Call, watching: Watching, seconds: float) -> Row:
+def described(model: Model, call: Call, watching: Watching, seconds: float) -> Row:
     masks: Counter[str] = Counter()
     misses: Counter[str] = Counter()
     kernels: dict[str, Counter[str]] = {machine: Counter() for machine in TARGETS}
