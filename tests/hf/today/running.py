@@ -11,12 +11,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from attn_compiler.compiling import left_to_python
+from attn_compiler.lowerings import by_name
 from attn_compiler.options.options import Options
 from attn_compiler.passes import rewrite
 from attn_compiler.passes.graph.calls import target_name
@@ -173,14 +175,15 @@ def described(model: Model, call: Call, watching: Watching, seconds: float) -> R
     kernels: dict[str, Counter[str]] = {machine: Counter() for machine in TARGETS}
     unproved: dict[str, None] = {}
     why: dict[str, None] = {}
-    for site, count in watching.sites:
+    for site, count in filter(itemgetter(1), watching.sites):
         masks[state_of(site)] += count
         if state_of(site) in (PARTLY, DATA):
             unproved[_alike(site.spec.mask.reason or site.spec.mask.words)] = None
         for machine, target in TARGETS.items():
             decision = chosen(site, target)
-            kernels[machine][_shown(site, decision)] += count
-            if decision.lowering in SLOW or _reads_dense(site, decision):
+            stars = _stars(site, decision, target)
+            kernels[machine][f"{decision.lowering}{stars}"] += count
+            if decision.lowering in SLOW or stars:
                 why[f"{machine}: {_alike(_instead_of(decision))}"] = None
     for report, runs in zip(watching.reports, watching.runs, strict=True):
         for miss in report.misses:
@@ -217,14 +220,11 @@ def chosen(site: SiteReport, target: Target) -> Decision:
     return decide(dataclasses.replace(site.spec, device="cuda"), target, Options(), of_flex)
 
 
-def _reads_dense(site: SiteReport, decision: Decision) -> bool:
-    """Whether PyTorch's kernel reads a mask, or a bias, for each pair of a query and a key."""
-    joins = site.spec.mask.dense is not None or site.spec.score.bias is not None
-    return joins and decision.lowering.startswith("sdpa_")
-
-
-def _shown(site: SiteReport, decision: Decision) -> str:
-    return f"{decision.lowering}*" if _reads_dense(site, decision) else decision.lowering
+def _stars(site: SiteReport, decision: Decision, target: Target) -> str:
+    """One where PyTorch's kernel reads a number for each pair of a query and a key; two where any does, and all of them are proved."""
+    if decision.lowering in SLOW or not by_name(decision.lowering).reads_pairs(site.spec, target):
+        return ""
+    return "**" if site.spec.is_proved else "*" * decision.lowering.startswith("sdpa_")
 
 
 def _alike(text: str) -> str:
