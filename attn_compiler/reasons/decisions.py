@@ -24,7 +24,7 @@ class Reason:
 
     @property
     def advice(self) -> str:
-        """What a user can do: the remedy, or else the first sentence of the code's page."""
+        """Advice to the user: the remedy, or else the first sentence of the code's page."""
         from attn_compiler.reasons import pages
 
         return self.remedy or pages.advice(self.code)

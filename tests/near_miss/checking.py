@@ -125,7 +125,10 @@ def described(*words: str, sites: int = 1, lowering: str | None = None, because:
             assert because in "; ".join(str(r) for refusal in site.decision.refusals for r in refusal.reasons), (
                 site.decision
             )
-        said = "; ".join(f"{site.spec.mask.words}; {site.spec.score.words}" for site in report.sites)
+        parts = [
+            (x.spec.mask.words, x.spec.mask.dense and x.spec.mask.dense.words, x.spec.score.words) for x in report.sites
+        ]
+        said = "; ".join(str(word) for site in parts for word in site)
         assert all(word in said for word in words), said
 
     return judge

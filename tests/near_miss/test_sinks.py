@@ -132,14 +132,14 @@ def a_logit_for_each_query(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Te
     return by_factor(lambda lse, s: torch.sigmoid(lse - s))(q, k, v, sinks)
 
 
-@CASES.near_miss(missed("the scores have no reader", "logsumexp"), inputs=given)
+@CASES.near_miss(missed("nothing besides the softmax", "logsumexp"), inputs=given)
 def a_logsumexp_of_other_scores(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
     scores = q @ k.mT * 0.25
     share = torch.sigmoid(scores.logsumexp(-1, keepdim=True) - sinks)
     return scores.masked_fill(torch.ones(LENGTH, LENGTH).triu(1).bool(), -1e30).softmax(-1) @ v * share
 
 
-@CASES.near_miss(missed("the scores have no reader", "logsumexp"), inputs=given)
+@CASES.near_miss(missed("nothing besides the softmax", "logsumexp"), inputs=given)
 def a_logsumexp_over_the_queries(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
     scores = scored(q, k)
     return scores.softmax(-1) @ v * torch.sigmoid(scores.logsumexp(-2)[..., None] - sinks)

@@ -20,7 +20,7 @@ def linear_attention(q: Tensor) -> Tensor:
 class ByHand(nn.Module):
     def forward(self, q: Tensor) -> Tensor:
         e = (q @ q.mT).exp()
-        return (e @ q) / e.sum(-1, keepdim=True)
+        return (e @ q) / e.sum(-1, keepdim=True).clamp(min=1e-3)
 
 
 class ByLogarithm(nn.Module):

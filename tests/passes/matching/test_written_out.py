@@ -166,18 +166,18 @@ FOUND: tuple[Function, ...] = (
     less_logsumexp,
     less_logsumexp_masked,
     with_a_one_more,
+    by_a_power,
+    in_blocks_of_keys,
 )
 
 #: what none knows
 WRITTEN: tuple[Function, ...] = (
     divided_after_the_product,
     masked_after_exp,
-    by_a_power,
     normalized,
     by_einsum,
     in_base_two,
     in_place,
-    in_blocks_of_keys,
     less_logsumexp_written_out,
 )
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
+import sympy
 import torch
 from torch import fx
 
 from attn_compiler.passes.graph import axes, views
-from attn_compiler.passes.graph.axes import AxisError, Dim, Dims
+from attn_compiler.passes.graph.axes import Dim, Dims
+from attn_compiler.passes.graph.calls import reached
 from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.site import ReadLse, Refused
-from attn_compiler.passes.matching.patterns import shares
+from attn_compiler.passes.matching.patterns import paths, score_steps, shares, softmaxes
 from attn_compiler.passes.matching.patterns.score_chain import Scores
-from attn_compiler.passes.matching.patterns.shares import QueryNumbers
+from attn_compiler.passes.matching.patterns.shares import ONE, Number, QueryNumbers, X
 from attn_compiler.passes.matching.patterns.softmaxes import Softmax
+from attn_compiler.passes.matching.patterns.steps import Cast, Shift, Step
 from attn_compiler.reasons.codes import Code
 
 aten = torch.ops.aten
@@ -24,47 +27,72 @@ _LOGSUMEXPS = frozenset({aten.logsumexp.default, aten.special_logsumexp.default}
 
 @dataclass(frozen=True, kw_only=True)
 class Sums:
-    """known: the logsumexps and other sums. nodes: these, and the nodes between the scores and them. lses: the logsumexps."""
+    """known: logsumexps, sums of exponentials, and the rows' maximum. nodes: those between the scores and a logsumexp, with both ends.
+
+    lses: logsumexps of the scores, however they are computed. of_weights: the sum of the weights. above: a number that is at least 1.
+    others: between the scores and the logsumexps of other numbers, which the scores plus a number have.
+    """
 
     known: Mapping[fx.Node, QueryNumbers]
     nodes: frozenset[fx.Node]
     lses: Mapping[fx.Node, Dims]
+    of_weights: Number
+    above: Number | None
+    others: frozenset[fx.Node]
 
 
-def of(mirror: Mirror, softmax: Softmax, scores: Scores, key: Dim) -> Sums:
-    """Find the logsumexps of the same scores along the key axis."""
-    lses: dict[fx.Node, Dims] = {}
+def of(mirror: Mirror, softmax: Softmax, scores: Scores, steps: list[Step], key: Dim) -> Sums:
+    """Find what the model computes of the same scores along the key axis."""
+    less, known, is_maximum = _subtracted(mirror, scores, steps)
+    given = QueryNumbers(of=(X / less,), dims=())
     nodes: set[fx.Node] = set()
+    passed: set[fx.Node] = set()
     for node, dims in scores.same.items():
-        for path in _to_logsumexps(mirror, [node], {*scores.same, *softmax.nodes}):
-            found = _summed(path, dims, key)
-            if found is not None:
-                lses[path[-1]] = found
-                nodes |= {*path[1:]}
-    return Sums(known={node: shares.of_lse(dims) for node, dims in lses.items()}, nodes=frozenset(nodes), lses=lses)
+        for path in paths.paths_to(mirror, [node], _LOGSUMEXPS):
+            found = paths.along(path, dims)
+            if found is not None and found[0] == axes.resolve(key):
+                known[path[-1]] = replace(given, dims=found[1], power=1.0)
+                passed |= {*path[1:]}
+    for path in () if softmax.is_divided else paths.paths_to(mirror, [softmax.node], {softmaxes.SUM}):
+        found = paths.along(path, scores.dims)
+        if found is not None and found[0] == axes.resolve(key):
+            known[path[-1]] = replace(given, dims=found[1])
+    above = given.of[0] if is_maximum else None
+    reading = shares.Reading(mirror, known, above)
+    lses: dict[fx.Node, Dims] = {}
+    for node, value in reading.values():
+        if value.of == (X,) and value.power == 1.0 and not paths.is_passed(node):
+            lses[node] = value.dims
+            nodes |= {x for x in reached([node]) if x in reading.nodes | passed}
+    of_weights = ONE if softmax.is_divided else given.of[0]
+    return Sums(
+        known=known,
+        nodes=frozenset(nodes),
+        lses=lses,
+        of_weights=of_weights,
+        above=above,
+        others=frozenset(passed - nodes),
+    )
 
 
-def _to_logsumexps(mirror: Mirror, path: list[fx.Node], besides: set[fx.Node]) -> Iterable[list[fx.Node]]:
-    """Yield paths down to logsumexps, through ops that only move or cast the scores."""
-    for user in mirror.readers(path[-1]):
-        if user.target in _LOGSUMEXPS:
-            yield [*path, user]
-        elif user not in besides and user.args[:1] == (path[-1],) and shares.is_passed(user):
-            yield from _to_logsumexps(mirror, [*path, user], besides)
-
-
-def _summed(path: list[fx.Node], dims: Dims, key: Dim) -> Dims | None:
-    """Return the dims of a logsumexp over the keys; None if it is over another axis."""
-    node = path[-1]
-    try:
-        dims = shares.moved(path[1:-1], dims)
-    except AxisError:
-        return None
-    given = views.named_axes(node, len(dims))
-    if len(given) != 1 or axes.resolve(dims[axis := given.pop()]) != axes.resolve(key):
-        return None
-    kept: Dims = ((),) if views.argument(node, "keepdim") else ()
-    return (*dims[:axis], *kept, *dims[axis + 1 :])
+def _subtracted(mirror: Mirror, scores: Scores, steps: list[Step]) -> tuple[Number, dict[fx.Node, QueryNumbers], bool]:
+    """Return (exp of the number that was subtracted from each row's scores, known values that it is made of, whether it is the maximum)."""
+    last = next((step for step in reversed(steps) if not isinstance(step, Cast)), None)
+    if not scores.shifted_along and not scores.is_offset:
+        return ONE, {}, False
+    unknown = sympy.Symbol("exp of what was subtracted", positive=True)
+    if not isinstance(last, Shift) or len(scores.shifted_along) > 1 or scores.is_offset:
+        return unknown, {}, False
+    # Of the maximum with its gradient and the one without only that which was subtracted is known.
+    path = [node for node in reversed(last.uses) if node.target not in score_steps.MAXIMA]
+    start = max(
+        (i for i, node in enumerate(path) if node.target is aten.detach.default or not views.is_view(node)), default=0
+    )
+    whole: Dims = (*scores.dims[:-1], ())
+    dims = whole if views.value(path[start]).dim() == len(whole) else whole[:-1]
+    known = {path[start]: QueryNumbers(of=(unknown,), dims=dims, power=1.0)}
+    less = shares.Reading(mirror, known).value(last.subtracted)
+    return (unknown, {}, False) if less is None else (less.of[0], known, not last.is_above)
 
 
 def read(mirror: Mirror, sums: Sums, own: frozenset[fx.Node], out: fx.Node) -> ReadLse | None:
@@ -120,13 +148,16 @@ def _draws(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
-def check(softmax: Softmax, scores: Scores, *, is_masked_later: bool) -> None:
+def check(softmax: Softmax, scores: Scores, *, is_masked_later: bool, is_of_others: bool) -> None:
     """Raise Refused if a kernel's logsumexp differs from the model's.
-    A number added to the scores changes it, but not the softmax. is_masked_later: masks of the weights became masks of the scores."""
+
+    A number added to the scores changes it, but not the softmax. is_masked_later: masks of the weights became masks of the scores.
+    is_of_others: another logsumexp is read.
+    """
     observed, remedy = None, None
     if is_masked_later:
         observed, remedy = "weights are masked after it was taken", "mask the scores before softmax and logsumexp"
-    elif scores.is_offset or scores.shifted_along:
+    elif is_of_others:
         observed, remedy = (
             "a number is added to the scores first",
             "add the number to the logsumexp, and not to the scores",

@@ -48,7 +48,7 @@ STILL_MASKED_BELOW = MASKED_BELOW / 32
 #: An added number up to this keeps a score's significant digits in float32, and keeps a mask a mask
 _MOST_ADDED = 1024.0
 
-_MAXIMA = frozenset({aten.maximum.default, aten.max.other})
+MAXIMA = frozenset({aten.maximum.default, aten.max.other})
 Reader = Callable[[Mirror, fx.Node], list[Step]]
 
 
@@ -97,7 +97,15 @@ def _sub(mirror: Mirror, node: fx.Node) -> list[Step]:
         return _offset(node, alpha)
     maximum = _row_maximum(right, left)
     if maximum is not None and alpha == 1.0:
-        return [Shift(node=node, source=left, uses=maximum, is_above=any(x.target in _MAXIMA for x in maximum))]
+        return [
+            Shift(
+                node=node,
+                source=left,
+                subtracted=right,
+                uses=maximum,
+                is_above=any(x.target in MAXIMA for x in maximum),
+            )
+        ]
     steps: list[Step] = [*_blended(mirror, node, -alpha), Add(node=node, source=left, term=right, weight=-alpha)]
     if alpha == 1.0 and not mutation.writes(node):
         steps.append(Add(node=node, source=right, term=left, negates=True))
@@ -181,7 +189,7 @@ def _carries_scores(step: Step) -> bool:
 def _row_maximum(node: fx.Node, scores: fx.Node) -> tuple[fx.Node, ...] | None:
     """Return the nodes that compute `scores`' maximum over the last axis, kept or put back, or the larger one of that and of one more
     number for each row; None if `node` is neither."""
-    if node.target in _MAXIMA:
+    if node.target in MAXIMA:
         pairs = (node.args[:2], node.args[1::-1])
         inner = (_row_maximum(x, scores) for x, y in pairs if isinstance(x, fx.Node) and _is_one_a_row(y))
         return next(((node, *found) for found in inner if found is not None), None)

@@ -1,14 +1,14 @@
 """Factors of each query's weights or output, read as a quotient of exponentials.
 
 X is the sum of a query's exponentiated scores, the exp of their logsumexp. Y is the exp of a tensor independent of the scores. The share of
-sinks (sinks.py) is X / (X + Y), however it is computed. All other exponentials must cancel.
+sinks (sinks.py) is X / (X + Y), however it is computed. All other exponentials must cancel, such as that of a row's maximum.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -21,6 +21,7 @@ from attn_compiler.passes.graph.axes import AxisError, Dims
 from attn_compiler.passes.graph.calls import reached
 from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.views import argument
+from attn_compiler.passes.matching.patterns.paths import is_passed
 from attn_compiler.passes.matching.patterns.score_chain import Joined
 
 aten = torch.ops.aten
@@ -29,10 +30,19 @@ Reader: TypeAlias = Callable[[fx.Node, "QueryNumbers"], "QueryNumbers | None"]
 
 #: the sum of a query's exponentiated scores
 X = sympy.Symbol("X", positive=True)
-_CASTS = (*views.CASTS, aten.type_as.default)
+ONE = sympy.Integer(1)
 _JOINS = frozenset({aten.cat.default, aten.concat.default, aten.concatenate.default, aten.stack.default})
 _PARTS = frozenset("split split_with_sizes chunk unbind".split())
 _NEAR = 1e-9
+#: highest clamp of a sum: a sum of 1, with rounding in half precision, is never below it
+MOST_CLAMPED = 0.5
+#: highest addend that leaves no trace in a float32 sum of at least 1; float32 also computes the sums of half precision
+_MOST_ADDED = 2.0**-24
+
+
+def unseen(node: fx.Node) -> float:
+    """Return the largest addend that leaves a number of at least 1 unchanged."""
+    return min(_MOST_ADDED, torch.finfo(views.value(node).dtype).eps / 2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,23 +58,6 @@ class QueryNumbers:
     axis: int | None = None
 
 
-def of_lse(dims: Dims) -> QueryNumbers:
-    """QueryNumbers of the scores' logsumexp."""
-    return QueryNumbers(of=(X,), dims=dims, power=1.0)
-
-
-def is_passed(node: fx.Node) -> bool:
-    """Return whether a node only moves or casts numbers."""
-    return views.is_view(node) or _is_cast(node)
-
-
-def moved(path: Sequence[fx.Node], dims: Dims) -> Dims:
-    """Return the dims after nodes that move or cast numbers. Raises AxisError."""
-    for node in path:
-        dims = views.forward(node, dims) if views.is_view(node) else dims
-    return dims
-
-
 def own(dims: Dims) -> list[list[axes.Atom]]:
     """Return the atoms of each dimension that carry an index."""
     return [[a for a in axes.resolve(dim) if a.size != axes.ONE] for dim in dims]
@@ -75,19 +68,15 @@ def below(known: Mapping[fx.Node, QueryNumbers]) -> set[fx.Node]:
     return set(reached(known, lambda node: [user for user in node.users if views.reads_elements(user, node)]))
 
 
-def _is_cast(node: fx.Node) -> bool:
-    source = node.args[0] if node.args else None
-    if node.target not in _CASTS or not isinstance(source, fx.Node):
-        return False
-    before, after = views.value(source), views.value(node)
-    return before.is_floating_point() and after.is_floating_point() and before.device == after.device
-
-
 class Reading:
-    """Reader of numbers of queries, upward in the graph. nodes: the nodes that compute them, from the known values on."""
+    """Reader of numbers of queries, upward in the graph. nodes: the nodes that compute them, from the known values on.
 
-    def __init__(self, mirror: Mirror, known: Mapping[fx.Node, QueryNumbers]) -> None:
+    above: a number that is at least 1.
+    """
+
+    def __init__(self, mirror: Mirror, known: Mapping[fx.Node, QueryNumbers], above: Number | None = None) -> None:
         self._mirror = mirror
+        self._above = above
         self._known = known
         self._below = below(known)
         self._read: dict[fx.Node, QueryNumbers | None] = {}
@@ -99,11 +88,22 @@ class Reading:
         return {node for node, value in self._read.items() if value is not None}
 
     def sinks_of(self, share: Number) -> Joined | float | None:
-        """Return the sinks of a share X / (X + Y), where Y is their exponential: 0.0 if Y is 1, None if the share has another form."""
-        if sympy.cancel(share * (X + 1)) == X:
-            return 0.0
-        found = (y for y in share.free_symbols & self._leaves.keys() if sympy.cancel(share * (X + y)) == X)
-        return next((self._leaves[y] for y in found), None)
+        """Return the sinks of a share X / (X + Y), where Y is their exponential: -inf if Y is 0, None if the share has another form."""
+        y = sympy.cancel(X / share - X)
+        if y.is_Rational:
+            return math.log(y) if y > 0 else -math.inf if y == 0 else None
+        return self._leaves.get(y)
+
+    def values(self) -> Iterator[tuple[fx.Node, QueryNumbers]]:
+        """Yield all nodes that hold numbers of queries, from the known ones on."""
+
+        def readers(node: fx.Node) -> list[fx.Node]:
+            return [user for user in self._mirror.readers(node) if self.value(user) is not None]
+
+        for node in reached(self._known, readers):
+            value = self.value(node)
+            if value is not None:
+                yield node, value
 
     def value(self, node: fx.Node) -> QueryNumbers | None:
         """Return the value of a node, or None if unknown."""
@@ -126,6 +126,8 @@ class Reading:
             return self._passed(node, value)
         name = node.target.overloadpacket.__name__
         name = name.removesuffix("_") if mutation.writes(node) else name.removeprefix("special_")
+        if value is not None and value.power is None and value.of == (self._above,) and self._is_idle(node, name):
+            return value
         if (name in _BINARY or node.target in _STABLE) and len(node.args) > 1:
             return self._of_two(node, name)
         if value is None:
@@ -134,6 +136,15 @@ class Reading:
             return self._over_parts(node, name, value)
         reader = _POINTWISE.get(name)
         return None if reader is None else reader(node, value)
+
+    def _is_idle(self, node: fx.Node, name: str) -> bool:
+        """Return whether a node leaves a number of at least 1 as it is: it adds one that rounding loses, or clamps from below."""
+        second = argument(node, "min" if "clamp" in name else "other", None)
+        number = constants.number(self._mirror, second)
+        if number is None or (name == "clamp" and argument(node, "max", None) is not None):
+            return False
+        is_added = name == "add" and argument(node, "alpha") == 1 and 0 <= number <= unseen(node)
+        return is_added or (name in ("clamp", "clamp_min") and number <= MOST_CLAMPED)
 
     def _passed(self, node: fx.Node, value: QueryNumbers) -> QueryNumbers | None:
         if not views.is_view(node):
@@ -330,6 +341,11 @@ def _negated(node: fx.Node, value: QueryNumbers) -> QueryNumbers:
     return replace(value, of=tuple(-x for x in value.of))
 
 
+def _power(node: fx.Node, value: QueryNumbers) -> QueryNumbers | None:
+    exponent = argument(node, "exponent")
+    return replace(value, of=tuple(1 / x for x in value.of)) if value.power is None and exponent == -1 else None
+
+
 def _exp2(node: fx.Node, value: QueryNumbers) -> QueryNumbers | None:
     scaled = None if value.power is None else replace(value, power=value.power * math.log(2))
     return None if scaled is None else _POINTWISE["exp"](node, scaled)
@@ -355,5 +371,6 @@ _POINTWISE: dict[str, Reader] = {
     "log1p": _to_logarithm(lambda x: 1 + x, 1.0),
     "neg": _negated,
     "negative": _negated,
+    "pow": _power,
     "reciprocal": lambda _, x: None if x.power is not None else replace(x, of=tuple(1 / number for number in x.of)),
 }

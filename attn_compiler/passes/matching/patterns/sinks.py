@@ -6,6 +6,7 @@ on. shares.py reads the share. This file finds its product, and checks that no o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -16,9 +17,10 @@ from attn_compiler.passes.graph import axes, mutation, views
 from attn_compiler.passes.graph.axes import AxisError, Dims
 from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.matching.patterns import shares
-from attn_compiler.passes.matching.patterns.score_chain import Joined, Scores
-from attn_compiler.passes.matching.patterns.shares import QueryNumbers, is_passed, moved
-from attn_compiler.passes.matching.patterns.softmaxes import Softmax
+from attn_compiler.passes.matching.patterns.denominators import Sums
+from attn_compiler.passes.matching.patterns.paths import is_passed, moved
+from attn_compiler.passes.matching.patterns.score_chain import Joined
+from attn_compiler.passes.matching.patterns.shares import ONE, QueryNumbers
 
 aten = torch.ops.aten
 _PRODUCTS = frozenset({aten.mul.Tensor, aten.mul_.Tensor})
@@ -27,11 +29,14 @@ _QUOTIENTS = frozenset({aten.div.Tensor, aten.div_.Tensor, aten.true_divide.Tens
 
 @dataclass(frozen=True, kw_only=True)
 class Sunk:
-    """node: the weights or the output with sinks, which has `dims`. logits: of the sinks. nodes: all nodes that compute it."""
+    """node: the weights or the output with sinks, which has `dims`. nodes: all nodes that compute it.
+
+    logits: of the sinks; None: exponentials were divided by their own sum.
+    """
 
     node: fx.Node
     dims: Dims
-    logits: Joined | float
+    logits: Joined | float | None
     nodes: frozenset[fx.Node]
 
 
@@ -39,19 +44,19 @@ def behind(
     mirror: Mirror,
     start: fx.Node,
     dims: Dims,
-    known: Mapping[fx.Node, QueryNumbers],
+    sums: Sums,
     own: frozenset[fx.Node],
     *,
     keeps_dtype: bool = False,
 ) -> Sunk | None:
     """Return the sinks in a product or a quotient below `start`, which has `dims`; None if there are none.
 
-    known: the softmax's numbers for each query. own: other nodes that may read them.
+    Exponentials are divided by their sum there, with sinks or without. own: other nodes that may read these numbers.
     keeps_dtype: the result with sinks has the dtype of `start`.
     """
-    path, below = [start], shares.below(known)
+    path, below = [start], shares.below(sums.known)
     while True:
-        readers = mirror.readers(path[-1])
+        readers = [reader for reader in mirror.readers(path[-1]) if reader not in own]
         if len(readers) != 1:
             return None
         reader = readers[0]
@@ -61,17 +66,18 @@ def behind(
             return None
         path.append(reader)
     other = _factor(path[-1], reader)
-    reading = shares.Reading(mirror, known)
+    reading = shares.Reading(mirror, sums.known, sums.above)
     share = None if other is None else reading.value(other)
     if share is None or share.power is not None or share.axis is not None:
         return None
-    logits = reading.sinks_of(1 / share.of[0] if reader.target in _QUOTIENTS else share.of[0])
+    factor = 1 / share.of[0] if reader.target in _QUOTIENTS else share.of[0]
+    logits = reading.sinks_of(factor * sums.of_weights)
     end = _in_dtype_of(mirror, start, reader) if keeps_dtype else [reader]
-    if logits is None or end is None:
+    if logits is None or end is None or (logits == -math.inf and sums.of_weights == ONE):
         return None
     try:
         dims = moved(path[1:], dims)
-        if not _is_one_a_query(share.dims, dims, known):
+        if not _is_one_a_query(share.dims, dims, sums.known):
             return None
         dims = moved(end[1:], dims)
     except AxisError:
@@ -79,23 +85,8 @@ def behind(
     inside = {*path, *reading.nodes, *end[:-1]}
     if not _is_read_by(mirror, inside, {*inside, *own, end[-1]}) or not _hold(mirror, inside, {*inside, end[-1]}):
         return None
+    logits = None if logits == -math.inf else logits
     return Sunk(node=end[-1], dims=dims, logits=logits, nodes=frozenset({*inside, end[-1]}))
-
-
-def inside(softmax: Softmax, scores: Scores) -> Sunk | None:
-    """Return the sinks in a softmax's own sum, or None. Raises AxisError if they are no logits beside the scores as followed."""
-    if softmax.sink is None:
-        return None
-    if scores.is_offset or scores.sinks is not None or len(scores.shifted_along) != int(softmax.sink.is_shifted):
-        raise AxisError("a number was added to the scores, and not to the sinks")
-    logits = softmax.sink.logits
-    if isinstance(logits, fx.Node):
-        kept: Dims = ((),) if softmax.sink.is_kept else ()
-        dims = (*scores.dims[: softmax.dim], *kept, *scores.dims[softmax.dim + 1 :])
-        joined: Joined | float = Joined(node=logits, dims=dims, used=softmax.sink.used)
-    else:
-        joined = logits
-    return Sunk(node=softmax.node, dims=scores.dims, logits=joined, nodes=softmax.nodes)
 
 
 def _factor(carried: fx.Node, node: fx.Node) -> fx.Node | None:

@@ -8,6 +8,7 @@ skip that and fuse softmax(dim=-2) wrongly (https://github.com/pytorch/pytorch/i
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from operator import attrgetter
 
 import torch
@@ -31,6 +32,7 @@ from attn_compiler.passes.matching.patterns import (
 )
 from attn_compiler.passes.matching.patterns.score_chain import Joined, Scaled, Scores
 from attn_compiler.passes.matching.patterns.score_steps import MASKED_BELOW, STILL_MASKED_BELOW, rounded
+from attn_compiler.passes.matching.patterns.shares import ONE
 from attn_compiler.passes.matching.patterns.sinks import Sunk
 from attn_compiler.passes.matching.patterns.softmaxes import Softmax
 from attn_compiler.passes.matching.patterns.steps import Step
@@ -115,33 +117,45 @@ def _match(
     scores = score_chain.follow(product, steps, tuple(meaning[x] for x in product.out_labels))
     key = score_chain.softmax_axis(softmax.dim, scores)
     keys_on_the_right, query, batch = _roles(anchor, product, meaning, key)
-    sums = denominators.of(mirror, softmax, scores, key)
+    sums = denominators.of(mirror, softmax, scores, steps, key)
     own = frozenset({*softmax.nodes, *(s.node for s in steps), *(u for s in steps for u in s.uses)})
-    _check_readers(mirror, own | sums.nodes, product, steps)
-    sunk = within = sinks.inside(softmax, scores)
-    if within is not None and not with_sinks:
+    others = own | sums.nodes | sums.others
+    _check_readers(mirror, others, product, steps)
+    if not (with_sinks or softmax.is_divided):
         raise AxisError("the sinks differ from query to query")
-    if sunk is None and with_sinks:
-        sunk = sinks.behind(mirror, anchor, scores.dims, sums.known, own)
+    sunk = sinks.behind(mirror, anchor, scores.dims, sums, others) if with_sinks else None
     if sunk is not None:
         scores.dims = sunk.dims
     start = anchor if sunk is None else sunk.node
-    way = weights_chain.to_values(mirror, start)
+    is_one = sunk.logits is None if sunk is not None else softmax.is_divided
+    way = weights_chain.to_values(mirror, start, softmax.nodes)
     weighted, masks = way.product, len(scores.keeps)
     for each in (product, weighted):
         _check_addend(mirror, each)
-    weights = weights_chain.follow(mirror, start, way, scores, key)
+    weights = weights_chain.follow(mirror, start, way, scores, key, is_one=is_one)
     out_dims, v_node, v_dims, d_v = _values(mirror, start, weighted, weights, key)
     out = weighted.node
-    if sunk is None and with_sinks:
-        sunk = sinks.behind(mirror, out, out_dims, sums.known, own, keeps_dtype=True)
-        out, out_dims = (out, out_dims) if sunk is None else (sunk.node, sunk.dims)
+    is_returned = way.is_read and sunk is None
+    while with_sinks and (sunk is None or sunk.logits is None):
+        known = sums if sunk is None else replace(sums, of_weights=ONE)
+        further = sinks.behind(
+            mirror, out, out_dims, known, others if sunk is None else others | sunk.nodes, keeps_dtype=True
+        )
+        if further is None:
+            break
+        out, out_dims = further.node, further.dims
+        sunk = further if sunk is None else replace(further, nodes=sunk.nodes | further.nodes)
+    if not softmax.is_divided:
+        _check_divided(mirror, softmax, sunk, product, steps, is_read=is_returned)
     covered = frozenset({product.node, *(s.node for s in steps), *softmax.nodes, *way.nodes, weighted.node})
-    lse = denominators.read(mirror, sums, covered, out) if sunk is None else None
-    if within is not None and len(scores.keeps) > masks:
-        raise AxisError("weights are masked after the sinks joined their sum")
-    if lse is not None or sunk is not within:
-        denominators.check(softmax, scores, is_masked_later=len(scores.keeps) > masks)
+    with_logits = sunk is not None and sunk.logits is not None
+    lse = None if with_logits else denominators.read(mirror, sums, covered, out)
+    if with_logits and scores.sinks is not None:
+        raise AxisError("two sinks join one sum")
+    is_of_others = bool(sums.others if sunk is None else sums.others - sunk.nodes)
+    if lse is not None or with_logits or is_of_others:
+        is_masked_later = len(scores.keeps) > masks
+        denominators.check(softmax, scores, is_masked_later=is_masked_later, is_of_others=is_of_others)
     q_node, k_node = (product.lhs, product.rhs) if keys_on_the_right else (product.rhs, product.lhs)
     q_labels, k_labels = product.lhs_labels, product.rhs_labels
     if not keys_on_the_right:
@@ -180,8 +194,24 @@ def _match(
         ),
         lse=lse,
         returns_weights=way.is_read,
-        covered=covered | (sums.nodes if sunk is None else sunk.nodes),
+        covered=covered.union(*(x.nodes for x in (sunk,) if x), sums.nodes if sunk is None or lse is not None else ()),
     )
+
+
+def _check_divided(
+    mirror: Mirror, softmax: Softmax, sunk: Sunk | None, product: Contraction, steps: list[Step], *, is_read: bool
+) -> None:
+    """Require that exponentials are divided by their sum, and by no number that comes from the scores in another way."""
+    if sunk is None or is_read:
+        raise Refused(
+            code=Code.WRITTEN_BY_HAND,
+            rule="exponentials of the scores, or their product with v, are divided by their sum, and have no other reader",
+            observed=f"{softmax.node.name} has others" if is_read else f"{softmax.node.name} is not",
+            at=softmax.node,
+            progress=3,
+        )
+    own = frozenset({*softmax.nodes, *sunk.nodes, *(s.node for s in steps), *(u for s in steps for u in s.uses)})
+    _check_readers(mirror, own, product, steps)
 
 
 def _check_addend(mirror: Mirror, product: Contraction) -> None:
@@ -360,9 +390,10 @@ def _term(mirror: Mirror, joined: Joined, out: fx.Node) -> Term:
 
 
 def _sinks(mirror: Mirror, scores: Scores, sunk: Sunk | None, out: fx.Node) -> Operand | float | None:
-    logits = scores.sinks if sunk is None else sunk.logits
+    is_column = sunk is None or sunk.logits is None
+    logits = scores.sinks if sunk is None or is_column else sunk.logits
     if logits is None or isinstance(logits, float):
         return logits
-    dims = (*logits.dims[:-1], ()) if sunk is None else operands.broadcast_dims(logits.node, logits.dims)
+    dims = (*logits.dims[:-1], ()) if is_column else operands.broadcast_dims(logits.node, logits.dims)
     operand, _ = operands.read(mirror, logits.node, dims, used=logits.used, until=out)
     return operand

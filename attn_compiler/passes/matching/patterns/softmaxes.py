@@ -6,18 +6,17 @@ row has no weight left, or an exponential is infinite, the model gives NaN.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import fx
 
-from attn_compiler.passes.graph import constants, mutation, views
+from attn_compiler.passes.graph import axes, constants, mutation, views
+from attn_compiler.passes.graph.axes import Atom, Dims
 from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.views import argument, value
-from attn_compiler.passes.matching.patterns import score_steps
-from attn_compiler.passes.matching.patterns.steps import Shift
+from attn_compiler.passes.matching.patterns import paths, shares
 
 aten = torch.ops.aten
 
@@ -29,37 +28,20 @@ _DIVISIONS = frozenset({aten.div.Tensor, aten.true_divide.Tensor})
 #: ops that sum the weights, none of which is below 0
 SUM, NORM = aten.sum.dim_IntList, aten.linalg_vector_norm.default
 _CLAMPS = frozenset({aten.clamp.default, aten.clamp_min.default})
-#: highest clamp of a sum: a sum of 1, with rounding in half precision, is never below it
-_MOST_CLAMPED = 0.5
-
-#: highest addend that leaves no trace in a float32 sum of at least 1; float32 also computes the sums of half precision
-_MOST_ADDED = 2.0**-24
 
 
 @dataclass(frozen=True, kw_only=True)
 class Softmax:
-    """node: the weights. scores: the input. dim: its softmax axis. nodes: all of its nodes. sink: one more exponential in the sum."""
+    """node: the weights. scores: the input. dim: its softmax axis. nodes: all of its nodes.
+
+    is_divided: the weights sum to 1. Otherwise they are exponentials, which are divided by their sum later, or the product with v is.
+    """
 
     node: fx.Node
     scores: fx.Node
     dim: int
     nodes: frozenset[fx.Node]
-    sink: SinkTerm | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class SinkTerm:
-    """An exponential added to the sum of the scores' exponentials.
-
-    logits: its exponent beside the scores, a tensor or a number.
-    used: the node that reads a tensor. is_shifted: the row's maximum was subtracted from both exponents. is_kept: a tensor has a dimension
-    in place of the keys.
-    """
-
-    logits: fx.Node | float
-    used: fx.Node
-    is_shifted: bool
-    is_kept: bool = True
+    is_divided: bool = True
 
 
 def read(mirror: Mirror, anchor: fx.Node) -> Softmax | None:
@@ -69,7 +51,7 @@ def read(mirror: Mirror, anchor: fx.Node) -> Softmax | None:
         if not isinstance(dim, int):
             return None
         return Softmax(node=anchor, scores=views.source(anchor), dim=dim, nodes=frozenset({anchor}))
-    found = (reader(mirror, anchor) for reader in (_of_log_softmax, _less_logsumexp, _over_sum))
+    found = (reader(mirror, anchor) for reader in (_of_log_softmax, _less_logsumexp, _summed))
     return next((softmax for softmax in found if softmax is not None), None)
 
 
@@ -96,66 +78,16 @@ def _less_logsumexp(mirror: Mirror, exp: fx.Node) -> Softmax | None:
     )
 
 
-def _over_sum(mirror: Mirror, exp: fx.Node) -> Softmax | None:
-    """Read exp / sum, or exp · (1 / sum). Only the sum and this division may read the exponentials."""
-    for weights in mirror.readers(exp):
-        divisor, reader = _divisor(weights, exp)
-        if divisor is None or (reader is not weights and not _is_read_by(mirror, reader, {weights})):
-            continue
-        path, sink = _row(mirror, divisor, reader, SUM, exp), None
-        if path is None:
-            path, sink = _row_with_sink(mirror, divisor, reader, exp)
-        if path is None or value(weights).dtype != value(exp).dtype:
-            continue
-        if _is_read_by(mirror, exp, {weights, path.nodes[-1]}):
-            nodes = frozenset({exp, weights, reader, *path.nodes})
-            return Softmax(node=weights, scores=views.source(exp), dim=path.dim, nodes=nodes, sink=sink)
+def _summed(mirror: Mirror, exp: fx.Node) -> Softmax | None:
+    """Read an exponential that is summed along one of its axes."""
+    dims: Dims = tuple((Atom(size),) for size in axes.shape_exprs(value(exp)))
+    for path in paths.paths_to(mirror, [exp], {SUM}):
+        along = paths.along(path, dims)
+        found = [dim for dim, own in enumerate(dims) if along is not None and axes.resolve(own) == along[0]]
+        if found and not any(mutation.is_written_later(mirror, node) for node in path):
+            nodes = frozenset(path)
+            return Softmax(node=exp, scores=views.source(exp), dim=found[0], nodes=nodes, is_divided=False)
     return None
-
-
-def _row_with_sink(
-    mirror: Mirror, node: fx.Node, reader: fx.Node, exp: fx.Node
-) -> tuple[_Row, SinkTerm] | tuple[None, None]:
-    """Read `node` as sum(exp) + exp(sink - m) where m was subtracted from the scores, else as sum(exp) + exp(sink) or + a number."""
-    over = [node] if node.target is aten.unsqueeze.default and _is_read_by(mirror, node, {reader}) else []
-    node, reader = (views.source(node), node) if over else (node, reader)
-    if node.target is not aten.add.Tensor or argument(node, "alpha") != 1 or not _is_read_by(mirror, node, {reader}):
-        return None, None
-    for total, other in (node.args[:2], node.args[1::-1]):
-        put_back = argument(over[0], "dim") % value(exp).dim() if over else None  # type: ignore[operator]
-        path = _row(mirror, total, node, SUM, exp, put_back=put_back) if isinstance(total, fx.Node) else None
-        found = None if path is None else _sink(mirror, other, node, views.source(exp))
-        if path is not None and found is not None:
-            sink, nodes = found
-            return _Row(dim=path.dim, nodes=(*over, node, *nodes, *path.nodes)), replace(sink, is_kept=not over)
-    return None, None
-
-
-def _sink(mirror: Mirror, term: object, total: fx.Node, scores: fx.Node) -> tuple[SinkTerm, tuple[fx.Node, ...]] | None:
-    """Read a term of a sum of exponentials as one more exponential, with the nodes that compute it. total: the sum."""
-    is_shifted = any(isinstance(step, Shift) for step in score_steps.read(mirror, scores))
-    number = constants.everywhere(mirror, term)
-    if number is not None and number > 0 and math.isfinite(number) and not is_shifted:
-        return SinkTerm(logits=math.log(number), used=total, is_shifted=False), ()
-    if not isinstance(term, fx.Node) or term.target not in WRITTEN_OUT or not _is_read_by(mirror, term, {total}):
-        return None
-    if not is_shifted:
-        return SinkTerm(logits=views.source(term), used=term, is_shifted=False), (term,)
-    less = views.source(term)
-    if not _is_read_by(mirror, less, {term}):
-        return None
-    shift = scores.args[1]
-    shifts = {shift, *(shift.args[:1] if isinstance(shift, fx.Node) and shift.target is aten.unsqueeze.default else ())}
-    if less.target is aten.neg.default and less.args[0] in shifts:
-        return SinkTerm(logits=0.0, used=less, is_shifted=True), (term, less)
-    if less.target is not aten.sub.Tensor or argument(less, "alpha") != 1 or less.args[1] not in shifts:
-        return None
-    logits = less.args[0]
-    number = constants.everywhere(mirror, logits)
-    if number is None and not isinstance(logits, fx.Node):
-        return None
-    known = number if number is not None and math.isfinite(number) else logits
-    return SinkTerm(logits=known, used=less, is_shifted=True), (term, less)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,10 +122,10 @@ def _floored(mirror: Mirror, node: fx.Node, reader: fx.Node, weights: fx.Node) -
         return None
     if node.target is aten.add.Tensor:
         number = constants.number(mirror, node.args[1]) if argument(node, "alpha") == 1 else None
-        is_idle = number is not None and 0 <= number <= _unseen(node)
+        is_idle = number is not None and 0 <= number <= shares.unseen(node)
     elif node.target in _CLAMPS and argument(node, "max", None) is None:
         number = constants.number(mirror, argument(node, "min"))
-        is_idle = number is not None and number <= _MOST_CLAMPED
+        is_idle = number is not None and number <= shares.MOST_CLAMPED
     else:
         return None
     total = node.args[0]
@@ -230,13 +162,10 @@ def _row(
     of: fx.Node,
     *,
     is_shared: bool = False,
-    put_back: int | None = None,
 ) -> _Row | None:
-    """Read `node` as `op` on `of` over one axis, which is kept or put back. Unless shared, only `reader` may read it.
-
-    put_back: the axis that is put back behind `node`.
-    """
+    """Read `node` as `op` on `of` over one axis, which is kept or put back. Unless shared, only `reader` may read it."""
     path = [node]
+    put_back: int | None = None
     below = reader
     while path[-1].target is not op:
         top = path[-1]
@@ -244,7 +173,7 @@ def _row(
             return None
         if top.target is aten.unsqueeze.default and put_back is None:
             put_back = int(argument(top, "dim")) % value(top).dim()  # type: ignore[call-overload]
-        elif not (of.target in WRITTEN_OUT and _adds_nothing(mirror, top, of)):
+        else:
             return None
         below = top
         path.append(views.source(top))
@@ -261,22 +190,6 @@ def _row(
     if is_kept == (put_back is not None) or (put_back is not None and put_back != dim):
         return None
     return _Row(dim=dim, nodes=tuple(path))
-
-
-def _adds_nothing(mirror: Mirror, node: fx.Node, exp: fx.Node) -> bool:
-    """Return whether a node adds a number that a sum of exponentials loses: the largest exponential is 1."""
-    steps = score_steps.read(mirror, views.source(exp))
-    if not any(isinstance(step, Shift) and not step.is_above for step in steps):
-        return False
-    if node.target is not aten.add.Tensor or argument(node, "alpha") != 1 or not isinstance(node.args[0], fx.Node):
-        return False
-    number = constants.number(mirror, node.args[1])
-    return number is not None and 0 <= number <= _unseen(node)
-
-
-def _unseen(node: fx.Node) -> float:
-    """Return the largest addend that leaves a number of at least 1 unchanged."""
-    return min(_MOST_ADDED, torch.finfo(value(node).dtype).eps / 2)
 
 
 def _is_read_by(mirror: Mirror, node: fx.Node, readers: set[fx.Node]) -> bool:

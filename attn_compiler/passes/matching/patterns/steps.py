@@ -103,7 +103,8 @@ class Offset(Step):
 class Shift(Step):
     """Subtraction of the maximum along the last axis, or of a number above it. A softmax over that axis does not depend on it.
 
-    is_above: the number may be above the maximum, so that the largest exponential is below 1.
+    subtracted: that number. is_above: it may be above the maximum, so that the largest exponential is below 1.
     """
 
+    subtracted: fx.Node
     is_above: bool = False

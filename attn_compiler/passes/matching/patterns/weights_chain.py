@@ -8,7 +8,7 @@ a mask of the scores.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -53,8 +53,8 @@ class Zeroed:
     inverted: bool
 
 
-def to_values(mirror: Mirror, anchor: fx.Node) -> Way:
-    """Walk down from the softmax to the product with v. Raises Refused if another node reads the weights."""
+def to_values(mirror: Mirror, anchor: fx.Node, own: Collection[fx.Node] = ()) -> Way:
+    """Walk down from the softmax to the product with v. own: nodes of the softmax. Raises Refused if there is no way."""
     furthest = anchor
     paths: list[list[fx.Node]] = [[anchor]]
     while paths:
@@ -63,7 +63,7 @@ def to_values(mirror: Mirror, anchor: fx.Node) -> Way:
         for user in mirror.readers(path[-1]):
             product = contraction.parse(user)
             if product is not None and path[-1] in (product.lhs, product.rhs) and _is_plain(product):
-                return Way(nodes=tuple(path[1:]), product=product, is_read=_has_other_readers(mirror, path, user))
+                return Way(nodes=tuple(path[1:]), product=product, is_read=_has_other_readers(mirror, path, user, own))
             if _carried(mirror, user) is path[-1]:
                 paths.append([*path, user])
     raise Refused(
@@ -88,8 +88,13 @@ def _is_plain(product: Contraction) -> bool:
     return product.addend is None and product.alpha == 1.0
 
 
-def _has_other_readers(mirror: Mirror, path: list[fx.Node], product: fx.Node) -> bool:
-    expected = {*path, product, *(x for node in path for x in node.all_input_nodes if x.target is aten.isnan.default)}
+def _has_other_readers(mirror: Mirror, path: list[fx.Node], product: fx.Node, own: Collection[fx.Node]) -> bool:
+    expected = {
+        *path,
+        *own,
+        product,
+        *(x for node in path for x in node.all_input_nodes if x.target is aten.isnan.default),
+    }
     expected |= {user for node in path for user in node.users if _sums(mirror, user, node, path)}
     readers = ((user, node) for node in path for user in mirror.readers(node) if user not in expected)
     return any(views.reads_elements(user, node) for user, node in readers)
@@ -140,10 +145,11 @@ def dropout(way: Way) -> float:
     return rates[0] if rates else 0.0
 
 
-def follow(mirror: Mirror, anchor: fx.Node, way: Way, scores: Scores, key: Dim) -> Dims:
+def follow(mirror: Mirror, anchor: fx.Node, way: Way, scores: Scores, key: Dim, *, is_one: bool = True) -> Dims:
     """Return the dims of the weights at the product. Raises AxisError or Refused for steps whose effect a kernel's result would lack.
 
-    key: the softmax axis. The scores get the masks of whole rows, and the masks of weights that are divided by their sum.
+    key: the softmax axis. is_one: the weights sum to 1, before a mask.
+    The scores get the masks of whole rows, and the masks of weights that are divided by their sum.
     """
     dims = scores.dims
     column = scores.sinks is not None
@@ -164,6 +170,8 @@ def follow(mirror: Mirror, anchor: fx.Node, way: Way, scores: Scores, key: Dim) 
                 raise AxisError(f"{node.name} masks the weights before the sink column is dropped")
             pending.append((node, zeroed, dims))
         elif normalised is not None:
+            if not is_one:
+                raise AxisError(f"{node.name} divides weights by their sum that do not sum to 1 before")
             _check_sum(node, axes.resolve(dims[normalised.dim]), key, way.nodes[:i], scores)
             if normalised.floored:
                 # Weights have to sum to 1 in each row with a key left. The floor has no effect then.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -82,7 +83,7 @@ def unusual(found: Scores) -> list[str]:
     return [change.what for change in found.changes if isinstance(change, Unusual)]
 
 
-cast, shift = steps.Cast, steps.Shift
+cast, shift = steps.Cast, functools.partial(steps.Shift, subtracted=fx.Graph().placeholder("largest"))
 
 
 def test_scales_multiply_up() -> None:

@@ -10,6 +10,7 @@ import torch
 
 from attn_compiler.passes.graph import axes, views
 from attn_compiler.passes.matching.patterns import shares
+from attn_compiler.passes.matching.patterns.shares import QueryNumbers
 from tests.passes.compiling import mirror_of
 
 Tensor = torch.Tensor
@@ -34,7 +35,9 @@ def test_is_this_quotient(name: str) -> None:
     mirror = mirror_of(function, torch.randn(SHAPE), torch.randn(3, 1))
     lse = next(node for node in mirror.graph.nodes if node.op == "placeholder")
     (result,) = next(node for node in mirror.graph.nodes if node.op == "output").all_input_nodes
-    reading = shares.Reading(mirror, {lse: shares.of_lse(axes.fresh(axes.shape_exprs(views.value(lse))))})
+    reading = shares.Reading(
+        mirror, {lse: QueryNumbers(of=(X,), dims=axes.fresh(axes.shape_exprs(views.value(lse))), power=1.0)}
+    )
     value = reading.value(result)
     if wanted is None:
         assert value is None
