@@ -7,7 +7,7 @@ gives the reason for each call that is not taken.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,25 +33,34 @@ from attn_compiler.torch_private.store import Store
 _DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 
-def decide(proposed: Proposed, tensors: Sequence[Tensor], roles: tuple[str, ...], given: Mapping[str, Any]) -> str:
-    """Return the text of the form that a call is taken with; "" if it is not taken. given: numbers and flags by parameter."""
+def decide(
+    called: str,
+    current: Callable[[], Proposed],
+    tensors: Sequence[Tensor],
+    roles: tuple[str, ...],
+    given: Mapping[str, Any],
+) -> tuple[str, Proposed] | None:
+    """Return the text of the form that a call is taken with, and the function as it is now; None if it is not taken.
+
+    called, current: the function's name, and the function, read. given: numbers and flags by parameter.
+    """
     options = _options()
     if options is None:
-        return ""
+        return None
     found: LinearForm | Reason | None = None
     log = faults.Log(strict=options[0].strict)
     # An exception here would make Dynamo end the user's compilation.
-    with faults.confined(log, "linear", proposed.called) as attempt:
+    with faults.confined(log, "linear", called) as attempt:
+        proposed = current()
         found = _taken(proposed, tensors, roles, given, *options)
     faults.warned([log])
     found = attempt.reason or found
     if isinstance(found, LinearForm):
         linear_call.FUNCTIONS[proposed.name] = proposed.run
-        return found.text
-    if found is None:
-        return ""
-    linear_calls.note_refused(proposed.called, found)
-    return ""
+        return found.text, proposed
+    if found is not None:
+        linear_calls.note_refused(called, found)
+    return None
 
 
 def _options() -> tuple[Options, Mapping[str, Any]] | None:

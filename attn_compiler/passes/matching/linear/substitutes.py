@@ -7,49 +7,54 @@ from __future__ import annotations
 
 import types
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from attn_compiler.lowerings.graph_ops.linear_call import linear_call
-from attn_compiler.passes.matching.linear import deciding, source
 from attn_compiler.passes.matching.linear.looking import template_of
-from attn_compiler.passes.matching.linear.running import Proposed
 from attn_compiler.passes.matching.linear.templates import Template
 from attn_compiler.torch_private import substitution
 from attn_compiler.torch_private.substitution import Decided
 
-#: the functions found so far
-_PROPOSED: dict[types.FunctionType, Proposed] = {}
+if TYPE_CHECKING:
+    from attn_compiler.passes.matching.linear.running import Proposed
+    from attn_compiler.passes.matching.linear.source import Source
+
+#: the functions found so far; a template until a call is traced, since most processes call none of them
+_PROPOSED: dict[types.FunctionType, Proposed | Template] = {}
 
 
 def current(function: types.FunctionType) -> Proposed:
     """Return a proposed function with its text and everything that it reads at this moment."""
     known = _PROPOSED[function]
+    if isinstance(known, Template):
+        known = _PROPOSED[function] = _proposed(function, known)
     if known.text.holds():
         return known
-    read = source.read(function)
-    _PROPOSED[function] = replace(known, name=_named(function, read), text=read)
-    return _PROPOSED[function]
+    known = _PROPOSED[function] = _proposed(function, known.template)
+    return known
 
 
-def propose(function: types.FunctionType) -> Proposed | None:
+def propose(function: types.FunctionType) -> None:
     """Have a function's calls taken, if it has the parameters of a template."""
-    if function in _PROPOSED:
-        return _PROPOSED[function]
-    found = proposal(function)
-    if found is not None:
-        _PROPOSED[function] = found
-        _substitute(function, found.template)
-    return found
+    template = template_of(function)
+    if template is not None and function not in _PROPOSED:
+        _PROPOSED[function] = template
+        _substitute(function, template)
 
 
 def proposal(function: types.FunctionType) -> Proposed | None:
     """Propose a function by its parameters and its text; None if it fits no template."""
     template = template_of(function)
-    if template is None:
-        return None
+    return None if template is None else _proposed(function, template)
+
+
+def _proposed(function: types.FunctionType, template: Template) -> Proposed:
+    # Imported at the first call: most processes that have such functions call none.
+    from attn_compiler.passes.matching.linear import source
+    from attn_compiler.passes.matching.linear.running import Proposed
+
     read = source.read(function)
     code = function.__code__
     return Proposed(
@@ -61,7 +66,7 @@ def proposal(function: types.FunctionType) -> Proposed | None:
     )
 
 
-def _named(function: types.FunctionType, read: source.Source) -> str:
+def _named(function: types.FunctionType, read: Source) -> str:
     return f"{function.__module__}:{function.__qualname__}#{read.digest}"
 
 
@@ -80,9 +85,12 @@ def _substitute(function: types.FunctionType, template: Template) -> None:
         if gives_one_token and not _is_of_heads(found):
             return Decided()
         by_role = _of_one_token(found) if gives_one_token else found
-        proposed = current(function)
-        text = deciding.decide(proposed, list(by_role.values()), tuple(by_role), rest)
-        return Decided(text=text, rests_on=proposed.text.reads)
+        from attn_compiler.passes.matching.linear import deciding
+
+        found = deciding.decide(
+            function.__name__, lambda: current(function), list(by_role.values()), tuple(by_role), rest
+        )
+        return Decided() if found is None else Decided(text=found[0], rests_on=found[1].text.reads)
 
     def taken(tensors: Mapping[str, Tensor], rest: Mapping[str, Any], said: str) -> Any:
         found = _by_role(roles, tensors)

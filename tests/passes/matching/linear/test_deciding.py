@@ -102,7 +102,7 @@ def test_a_function_that_is_not_proved_is_not_taken() -> None:
 
 def test_nothing_is_decided_outside_of_a_compilation_of_ours() -> None:
     operands = _operands()
-    assert deciding.decide(_proposed(), list(operands.values()), tuple(operands), _NUMBERS) == ""
+    assert deciding.decide("f", _proposed, list(operands.values()), tuple(operands), _NUMBERS) is None
     assert linear_calls.refused() == {}
 
 
@@ -114,5 +114,5 @@ def test_what_fails_in_deciding_leaves_the_call_to_the_model(monkeypatch: pytest
     monkeypatch.setattr(deciding, "spec_of", fail)
     operands = _operands()
     with pytest.warns(AttnCompilerWarning, match="planted"):
-        assert deciding.decide(_proposed(), list(operands.values()), tuple(operands), _NUMBERS) == ""
+        assert deciding.decide("f", _proposed, list(operands.values()), tuple(operands), _NUMBERS) is None
     assert {reason.code for reason in linear_calls.refused().values()} == {Code.FAULT}
