@@ -22,6 +22,7 @@ from attn_compiler.spec.target import Target
 from attn_compiler.torch_private import (
     collector,
     compat as torch_compat,
+    frames as torch_frames,
     inductor as torch_inductor,
     known_masks,
 )
@@ -55,7 +56,6 @@ def _reset() -> None:
     """Forget everything, for torch._dynamo.reset(), which calls this for every backend that was used."""
     from attn_compiler.lowerings.shared.calls.failures import FAILURES
     from attn_compiler.passes.writing import fp8_state
-    from attn_compiler.torch_private import frames as torch_frames
 
     torch_inductor.forget_cuda_graphs()
     torch_frames.forget_meanings()
@@ -164,8 +164,9 @@ def _compile_with(
             return _compile_with(gm, example_inputs, own, patches, name, **given)
         report = dataclasses.replace(report, kernels=built.seconds)
     _publish(report, own)
-    known = () if is_recorded else rewritten.known
-    compiled = known_masks.wrap(checked(compiled, plan), known, rewritten.read)
+    compiled = checked(compiled, plan)
+    if not torch_frames.is_ahead_of_time():
+        compiled = known_masks.wrap(compiled, () if is_recorded else rewritten.known, rewritten.read)
     for outcome in rewritten.outcomes:
         compiled = outcome.around(compiled)
     return compiled
@@ -210,7 +211,6 @@ def _watch(called: Sequence[_Called], options: Options) -> None:
     if not called:
         return
     from attn_compiler.lowerings.shared.calls.failures import FAILURES, Caller
-    from attn_compiler.torch_private import frames as torch_frames
 
     start_over = torch_frames.start_over()
     for texts, lowering, spec in called:
@@ -222,7 +222,6 @@ def _key(gm: fx.GraphModule, options: Options, report: Report) -> str:
     targets = {Target.current(str(device)) for device in torch_compat.graph_devices(gm)}
     if report.sites:
         from attn_compiler.passes.writing import fp8_sites, select
-        from attn_compiler.torch_private import frames as torch_frames
 
         select.require_available(options, {site.spec.device for site in report.sites}, targets)
         if options.fp8_recipe is not None:

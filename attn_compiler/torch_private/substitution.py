@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._dynamo import assume_constant_result
+from torch._dynamo import assume_constant_result, config
 from torch._dynamo.callback import CallbackArgs, callback_handler
 from torch._dynamo.comptime import ComptimeContext, comptime
 from torch._dynamo.guards import GuardBuilder, install_guard
@@ -177,9 +177,10 @@ def _decide(context: ComptimeContext, decide: Decide) -> str:
 
 
 def compiling_for() -> tuple[Callable[..., Any] | None, Mapping[str, Any]]:
-    """Return the backend of the current compilation, and options= and mode= of its torch.compile; None if there is none."""
+    """Return the backend of the current compilation, and options= and mode= of its torch.compile; None if there is none, or if PyTorch
+    leaves out guards on objects."""
     given = observe.given_to_compilation()
-    if given is None or given["export"]:
+    if given is None or given["export"] or getattr(config, "caching_precompile", False):
         return None, {}
     return observe.innermost(given["compiler_fn"]), observe.options_of(given["compiler_fn"])
 

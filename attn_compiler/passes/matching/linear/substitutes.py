@@ -87,10 +87,9 @@ def _substitute(function: types.FunctionType, template: Template) -> None:
         by_role = _of_one_token(found) if gives_one_token else found
         from attn_compiler.passes.matching.linear import deciding
 
-        found = deciding.decide(
-            function.__name__, lambda: current(function), list(by_role.values()), tuple(by_role), rest
-        )
-        return Decided() if found is None else Decided(text=found[0], rests_on=found[1].text.reads)
+        name, operands = function.__name__, list(by_role.values())
+        decided = deciding.decide(name, lambda: current(function), operands, tuple(by_role), rest)
+        return Decided() if decided is None else Decided(text=decided[0], rests_on=decided[1].text.reads)
 
     def taken(tensors: Mapping[str, Tensor], rest: Mapping[str, Any], said: str) -> Any:
         found = _by_role(roles, tensors)
