@@ -118,7 +118,7 @@ def set_dropout(model: nn.Module, p: float) -> None:
         if isinstance(module, nn.Dropout):
             module.p = p
         for owner in (module, getattr(module, "config", None)):
-            attributes = vars(owner) if owner is not None and not isinstance(owner, dict) else {}
+            attributes = getattr(owner, "__dict__", {})
             for name in _DROPOUT_ATTRIBUTES & attributes.keys():
                 if isinstance(attributes[name], float):
                     setattr(owner, name, p)

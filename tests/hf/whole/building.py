@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import inspect
 import itertools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -86,7 +87,7 @@ class Built:
             if self.device == "meta" and READ & given.keys():
                 raise NotImplementedError("numbers of its inputs are read")
             try:
-                ran, total = _run(model, given, names)
+                ran, total = run(model, given, names)
             except Exception as error:  # noqa: BLE001 - the next may be right
                 raised = raised or error
                 continue
@@ -99,7 +100,7 @@ class Built:
     def _second(self, model: nn.Module) -> Size:
         for size in SECONDS[:-1]:
             try:
-                _run(model, self.inputs(model, size, padded=False), set())
+                run(model, self.inputs(model, size, padded=False), set())
             except Exception:  # noqa: BLE001 - the next may be right
                 continue
             return size
@@ -119,27 +120,32 @@ def cover(file: File) -> tuple[list[Built], dict[str, str]]:
     return found, {name: why or "no model of the file has it" for name, why in left.items()}
 
 
-#: on a CPU where numbers are read, whole where a rest of layers is counted on, in float32 where a model mixes dtypes
-_TRIALS: tuple[Mapping[str, Any], ...] = (
-    {},
-    {"device": "cpu"},
-    {"short": False},
-    {"device": "cpu", "dtype": torch.float32},
+#: what is tried next where what was raised says so: a CPU for numbers, all layers for a rest of them, float32 for a mix of dtypes
+_TRIALS: tuple[tuple[str, Mapping[str, Any]], ...] = (
+    ("", {}),
+    (r"meta|numbers of|no data|grouped_mm|strides should", {"device": "cpu"}),
+    (r"IndexError|index|non-empty|not built", {"short": False}),
+    (r"dtype|scalar type|BFloat16", {"device": "cpu", "dtype": torch.float32}),
 )
 
 
 def _cover(built: Built, left: dict[str, str]) -> Iterator[Built]:
     """The model as it first runs one of the classes that are left."""
-    for trial in _TRIALS:
+    raised = ""
+    for sign, trial in _TRIALS:
+        if not re.search(sign, raised):
+            continue
         placed = dataclasses.replace(built, **trial)
         try:
             model = placed.on_meta().build("eager")
         except Exception as error:  # noqa: BLE001 - one that is not built is told
+            raised = f"not built {error}"
             _tell(left, left, placed, "is not built", error)
             continue
         held = placed.held(model, list(left))
         if not held:
-            return
+            raised = "not built with so few layers"
+            continue
         if placed.device == "cpu" and sum(parameter.numel() for parameter in model.parameters()) > _MOST_PARAMETERS:
             continue
         try:
@@ -151,6 +157,7 @@ def _cover(built: Built, left: dict[str, str]) -> Iterator[Built]:
             _tell(left, held, placed, "does not run", error)
             return
         except Exception as error:  # noqa: BLE001 - as above
+            raised = f"{type(error).__name__} {error}"
             _tell(left, held, placed, "does not run", error)
             continue
         for name in ready.attending:
@@ -182,7 +189,8 @@ def _candidates(module: Any) -> list[Any]:
     return sorted(classes, key=lambda cls: ("For" in cls.__name__, not cls.__name__.endswith("Model")))
 
 
-def _run(model: nn.Module, given: Kwargs, names: set[str]) -> tuple[set[str], int]:
+def run(model: nn.Module, given: Kwargs, names: set[str]) -> tuple[set[str], int]:
+    """Which of these classes an eager run without gradients calls, and how many attentions it has."""
     counter = AttentionCounter()
     with _told(names) as ran, counter, torch.no_grad(), Guessing():
         model(**given)

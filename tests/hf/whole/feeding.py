@@ -38,7 +38,7 @@ SHORT = 8
 #: shapes that are tried
 _MOST = 64
 #: arguments that models read numbers of
-READ = frozenset({"grid_thw", "image_grid_thw", "spatial_shapes", "target_sizes", "image_sizes"})
+READ = frozenset({"grid_thw", "image_grid_thw", "spatial_shapes", "target_sizes", "image_sizes", "feature_lens"})
 _MELS = (
     "num_mel_bins", "feature_size", "n_mels", "input_feat_size", "input_dim", "input_size", "input_channels",
     "feature_projection_input_dim", "input_feat_per_channel", "mel_bins", "num_mels", "codebook_dim",
@@ -95,7 +95,7 @@ class Feed:
 
     def embedded(self) -> list[torch.Tensor]:
         names = ("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "encoder_hidden_size", "output_dim")
-        widths = self.all(*names, "input_dim", "feature_size", "backbone_hidden_size")
+        widths = self.all(*names, "input_dim", "feature_size", "backbone_hidden_size", "input_size")
         found = [self.zeros(self.size.batch, self.length, width) for width in widths]
         if not found:
             raise NoInput("no config has a width")
@@ -115,6 +115,12 @@ class Feed:
         rows = self.size.batch * side * side
         flat = [self.zeros(rows, area * time) for time in dict.fromkeys(times)]
         return [*flat, self.zeros(rows, channels, patch, patch), self.zeros(1, rows, channels, patch, patch)]
+
+    def strips(self) -> list[torch.Tensor]:
+        """Images of 8 by 8 patches, as rows of them."""
+        patch = self.get("patch_size", default=14)
+        shape = (3, patch, patch * 64)
+        return [self.zeros(self.size.batch, *shape), self.zeros(1, *shape[:2], shape[2] * self.size.batch)]
 
     def images(self) -> list[torch.Tensor]:
         found = []
@@ -140,7 +146,7 @@ class Feed:
         """Frames of a spectrogram: as many as an encoder has places for, or some."""
         places = [2 * count for count in self.all("max_source_positions") if count < 4096]
         lengths = [int(256 * self.size.scale), *places, *self.all("max_length", "spec_size"), 3000]
-        mels = list(dict.fromkeys([*self.all(*_MELS), 80, 128, 160, 320]))
+        mels = list(dict.fromkeys([*self.all(*_MELS), 80, 128, 160, 320, 560]))
         batch = self.size.batch
         shapes = [
             [(batch, length, mel), (batch, mel, length), (batch, 1, length, mel)] for length in lengths for mel in mels
@@ -149,12 +155,21 @@ class Feed:
 
     def waves(self) -> list[torch.Tensor]:
         length = int(16_000 * self.size.scale)
-        return [self.zeros(self.size.batch, length), self.zeros(self.size.batch, 1, length), *self.features()[:12]]
+        return [self.zeros(self.size.batch, length), self.zeros(self.size.batch, 1, length), *self.features()]
 
     def series(self) -> list[torch.Tensor]:
         length = self.get("context_length", default=64)
         channels = self.get("num_input_channels", "input_size", default=1)
-        return [self.zeros(self.size.batch, length, channels), self.zeros(self.size.batch, length)]
+        lagged = length + max(next((found for c in self.configs if (found := getattr(c, "lags_sequence", None))), [0]))
+        return [
+            self.zeros(self.size.batch, length, channels),
+            *(self.zeros(self.size.batch, n) for n in (length, lagged)),
+        ]
+
+    def times(self, *, past: bool) -> list[torch.Tensor]:
+        """Features of times, beside a series with lags."""
+        length = self.get("prediction_length", default=16)
+        return [self.zeros(self.size.batch, self.series()[-1].shape[1] if past else length, 1)]
 
 
 def _pair(size: Any) -> tuple[int, int]:
@@ -197,13 +212,22 @@ MADE: Mapping[str, Callable[[Feed], Sequence[Any]]] = {
     "aspect_ratio_ids": lambda feed: [feed.integers(feed.size.batch, 1, value=1)],
     "aspect_ratio_mask": lambda feed: [feed.integers(feed.size.batch, 1, 4, value=1)],
     "cross_attention_states": Feed.embedded,
+    "past_time_features": lambda feed: feed.times(past=True),
+    "past_observed_mask": lambda feed: [feed.series()[-1] + 1],
+    "future_values": lambda feed: [feed.times(past=False)[0][..., 0]],
+    "future_time_features": lambda feed: feed.times(past=False),
+    "pixel_position_ids": lambda feed: [feed.integers(feed.size.batch, 256, 2)],
+    "target_sizes": lambda feed: [feed.integers(feed.size.batch, 2, value=8)],
+    "feature_lens": lambda feed: [feed.integers(feed.size.batch, value=200)],
+    "aftercnn_lens": lambda feed: [feed.integers(feed.size.batch, value=100)],
     "grid_thw": Feed.grid,
     "image_grid_thw": Feed.grid,
 }
 #: not required, and still what people give
 _GIVEN = (
     "decoder_input_ids", "bbox", "input_ids", "pixel_values", "grid_thw", "image_grid_thw", "flattened_patches",
-    "visual_feats", "visual_pos", "cross_attention_states",
+    "visual_feats", "visual_pos", "cross_attention_states", "target_sizes", "future_values", "future_time_features",
+    "pixel_position_ids",
 )  # fmt: skip
 #: marks of what is no padding, as long as the sound or the text
 _MARKS = ("input_features_mask", "audio_mel_mask", "mask")
@@ -243,4 +267,8 @@ def _made(feed: Feed, name: str, names: Sequence[str]) -> Sequence[Any]:
         raise NoInput(f"no rule makes {name}")
     if name in ("hidden_states", "pixel_values") and {"grid_thw", "image_grid_thw"} & set(names):
         return feed.patches()
+    if name == "pixel_values" and "target_sizes" in names:
+        return feed.strips()
+    if name == "input_features" and "feature_lens" in names:
+        return [feed.zeros(feed.get(*_MELS, default=128), 200 * feed.size.batch)]
     return MADE[name](feed)

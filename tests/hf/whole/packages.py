@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.hf.packages import Unavailable, import_package
 from tests.hf.today.running import Row
-from tests.hf.whole import files, running
+from tests.hf.whole import files, of_diffusers, of_timm, of_x_transformers, running
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +34,9 @@ def _files() -> Mapping[str, files.File]:
 
 PACKAGES: Mapping[str, Package] = {
     "transformers": Package(units=lambda: list(_files()), rows=lambda name: running.rows_of_file(_files()[name])),
+    "timm": Package(units=of_timm.modules, rows=of_timm.rows),
+    "x_transformers": Package(units=of_x_transformers.units, rows=of_x_transformers.rows),
+    "diffusers": Package(units=of_diffusers.units, rows=of_diffusers.rows),
 }
 
 
@@ -42,14 +45,14 @@ def units(package: str) -> list[str]:
 
 
 def rows_of(package: str, name: str, limit: int) -> list[Row]:
-    """In a process that serves many. What takes longer than the limit is a row that says so."""
+    """In a process that serves many. What takes the processor longer than the limit is a row that says so."""
     warnings.filterwarnings("ignore")
     logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
-    signal.signal(signal.SIGALRM, _late)
+    signal.signal(signal.SIGPROF, _late)
     found: list[Row] = []
     try:
         import_package(package)
-        signal.alarm(limit)
+        signal.setitimer(signal.ITIMER_PROF, limit)
         found.extend(PACKAGES[package].rows(name))
     except _Late:
         found.append(_row(name, f"longer than {limit} seconds"))
@@ -58,7 +61,7 @@ def rows_of(package: str, name: str, limit: int) -> list[Row]:
     except Exception as error:  # noqa: BLE001 - one broken file is a row of the table, not the end of it
         found.append(_row(name, f"{type(error).__name__}: {error}"))
     finally:
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
     return found
 
 

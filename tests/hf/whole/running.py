@@ -1,13 +1,15 @@
-"""Rows of a file: its models at two sizes, the second of which PyTorch has as symbols, with PyTorch's attention and with plain ops."""
+"""Rows of a model at two sizes, the second of which PyTorch has as symbols, with PyTorch's attention and with plain ops."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from attn_compiler.torch_private import observe as torch_observe
 from tests.hf.today.model import Call, Kwargs, Model
@@ -15,6 +17,58 @@ from tests.hf.today.running import Row, Watching, described, failed
 from tests.hf.whole.building import Built, cover
 from tests.hf.whole.feeding import FIRST
 from tests.hf.whole.files import File
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """One model in one way of attending. name: in the table. call: the way, in it. inputs: by the name of a size, in their order.
+
+    total: attentions that an eager run has.
+    """
+
+    name: str
+    call: str
+    build: Callable[[], nn.Module]
+    inputs: Mapping[str, Callable[[nn.Module], Kwargs]]
+    total: int
+    device: str = "meta"
+
+    def told(self, status: str, detail: str, size: str = "") -> Row:
+        return failed(self._shown, self._call(size), status, detail)
+
+    @property
+    def _shown(self) -> Model:
+        return Model(name=self.name, package="", make=lambda _: nn.Identity(), calls=(), device=self.device)
+
+    def _call(self, size: str) -> Call:
+        return Call(name=f"{self.call}, {size}" if size else self.call, inputs=lambda _: {})
+
+    def rows(self) -> Iterator[Row]:
+        """A row a size. What the model or we raise is a row, too."""
+        torch._dynamo.reset()
+        watching = Watching()
+        try:
+            model = self.build()
+            compiled: Any = torch.compile(model, backend=watching)
+            for size, given in self.inputs.items():
+                try:
+                    yield self._row(compiled, given(model), watching, size)
+                except Exception as error:  # noqa: BLE001 - one broken model is a row of the table, not the end of it
+                    yield self.told("error", f"{type(error).__name__}: {error}", size)
+        finally:
+            torch._dynamo.reset()
+
+    def _row(self, compiled: Any, given: Kwargs, watching: Watching, size: str) -> Row:
+        started = time.perf_counter()
+        watching.begin()
+        with torch.no_grad(), torch_observe.breaks_told(watching, watching.left):
+            compiled(**given)
+        row = described(self._shown, self._call(size), watching, time.perf_counter() - started)
+        return dataclasses.replace(row, total=max(row.total, self.total))
+
+
+def not_built(name: str, why: str) -> Row:
+    return Subject(name=name, call="not built", build=nn.Identity, inputs={}, total=0).told("unavailable", why)
 
 
 def rows_of_file(file: File) -> Iterator[Row]:
@@ -27,42 +81,15 @@ def rows_of_file(file: File) -> Iterator[Row]:
             rows = list(_of_model(file, dataclasses.replace(built, device="cpu")))
         yield from rows
     for cls, why in left.items():
-        yield failed(_model(file, cls, "meta"), Call(name="not built", inputs=dict), "unavailable", why)
-
-
-def _model(file: File, cls: str, device: str) -> Model:
-    make = torch.nn.Identity
-    return Model(name=f"{file.name} {cls}", package="transformers", make=make, calls=(), device=device)
+        yield not_built(f"{file.name} {cls}", why)
 
 
 def _of_model(file: File, built: Built) -> Iterator[Row]:
+    name = " ".join([file.name, built.cls, *(f"{k}={v}" for k, v in built.settings.items())])
+    inputs = {
+        "first": lambda model: built.inputs(model, FIRST, padded=True),
+        "second": lambda model: built.inputs(model, built.second, padded=True),
+    }
+    how: dict[str, Any] = {"name": name, "inputs": inputs, "total": built.total, "device": built.device}
     for impl in built.impls:
-        yield from _rows(file, built, impl)
-
-
-def _rows(file: File, built: Built, impl: str) -> Iterator[Row]:
-    shown = _model(file, " ".join([built.cls, *(f"{k}={v}" for k, v in built.settings.items())]), built.device)
-    torch._dynamo.reset()
-    watching = Watching()
-    try:
-        model = built.build(impl)
-        compiled: Any = torch.compile(model, backend=watching)
-        for name, size in (("first", FIRST), ("second", built.second)):
-            call = Call(name=f"{impl}, {name}", inputs=dict)
-            try:
-                given = built.inputs(model, size, padded=True)
-                yield _row(shown, call, compiled, given, watching, built.total)
-            except Exception as error:  # noqa: BLE001 - one broken model is a row of the table, not the end of it
-                yield failed(shown, call, "error", f"{type(error).__name__}: {error}")
-    finally:
-        torch._dynamo.reset()
-
-
-def _row(shown: Model, call: Call, compiled: Any, given: Kwargs, watching: Watching, total: int) -> Row:
-    """total: attentions that an eager run has."""
-    started = time.perf_counter()
-    watching.begin()
-    with torch.no_grad(), torch_observe.breaks_told(watching, watching.left):
-        compiled(**given)
-    row = described(shown, call, watching, time.perf_counter() - started)
-    return dataclasses.replace(row, total=max(row.total, total))
+        yield from Subject(call=impl, build=lambda impl=impl: built.build(impl), **how).rows()  # type: ignore[misc]

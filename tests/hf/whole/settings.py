@@ -57,10 +57,20 @@ SETTINGS: Mapping[str, tuple[Settings, ...]] = {
     "qwen3_omni_moe/modeling_qwen3_omni_moe.py": (
         {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [24, 20, 20]}},
     ),
-    "informer/modeling_informer.py": ({"prediction_length": 16},),
+    "informer/modeling_informer.py": ({"prediction_length": 16, "num_time_features": 1},),
     "lfm2_moe/modeling_lfm2_moe.py": ({"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},),
     "ministral/modeling_ministral.py": ({"head_dim": 128},),
     "moonshine_streaming/modeling_moonshine_streaming.py": ({"num_key_value_heads": 8},),
+    "patchtsmixer/modeling_patchtsmixer.py": ({"self_attn": True},),
+    "zoedepth/modeling_zoedepth.py": (
+        {
+            "num_patch_transformer_layers": 1,
+            "bin_configurations": [
+                {"n_bins": 64, "min_depth": 0.001, "max_depth": 10.0, "name": "nyu"},
+                {"n_bins": 64, "min_depth": 0.001, "max_depth": 80.0, "name": "kitti"},
+            ],
+        },
+    ),
     "nemotron/modeling_nemotron.py": ({"num_key_value_heads": 8},),
     "qwen4_exp/modeling_qwen4_exp.py": (
         {
@@ -71,7 +81,7 @@ SETTINGS: Mapping[str, tuple[Settings, ...]] = {
             "indexer_compress_ratio": 4,
         },
     ),
-    "time_series_transformer/modeling_time_series_transformer.py": ({"prediction_length": 16},),
+    "time_series_transformer/modeling_time_series_transformer.py": ({"prediction_length": 16, "num_time_features": 1},),
     "longt5/modeling_longt5.py": ({"encoder_attention_type": "transient-global"},),
     "big_bird/modeling_big_bird.py": ({"attention_type": "original_full"}, _SPARSE),
     "bigbird_pegasus/modeling_bigbird_pegasus.py": ({"attention_type": "original_full"}, _SPARSE),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from pathlib import Path
 
 import pytest
@@ -88,9 +87,13 @@ def test_a_file_has_rows_of_both_sizes_and_what_was_run_is_not_run_again(
 
 def test_what_takes_too_long_or_does_not_import_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
-    late = packages.Package(units=list, rows=lambda name: iter([time.sleep(2 * len(name))]))  # type: ignore[func-returns-value]
+
+    def busy(name: str) -> Row:
+        return Row(model=name, call="", device="meta")
+
+    late = packages.Package(units=list, rows=lambda name: iter(lambda: busy(name), None))
     monkeypatch.setitem(packages.PACKAGES, "transformers", late)  # type: ignore[arg-type]
-    (row,) = rows_of("transformers", "slow", 1)
+    *_, row = rows_of("transformers", "slow", 1)
     assert (row.status, row.call, row.detail) == ("unavailable", "not built", "longer than 1 seconds")
     (row,) = rows_of("no_such_package", "slow", 1)
     assert (row.status, row.detail) == (
@@ -108,3 +111,16 @@ def test_a_second_size_with_less_is_told() -> None:
     assert list(differing([first, dense])) == [(first, dense)]
     assert list(differing([first, lost])) == [(first, lost)]
     assert [is_failed(row) for row in (second, lost)] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("package", "name", "rows"),
+    [("timm", "levit", 8), ("x_transformers", "plain", 8), ("diffusers", "DiTTransformer2DModel", 2)],
+)
+@pytest.mark.slow
+def test_each_package_has_rows_of_both_sizes(package: str, name: str, rows: int) -> None:
+    pytest.importorskip(package)
+    found = [row for row in rows_of(package, name, 600) if row.status == "ok"]
+    assert len(found) >= rows
+    assert all(row.found == row.total > 0 for row in found)
+    assert {row.call.rpartition(", ")[2] for row in found} == {"first", "second"}

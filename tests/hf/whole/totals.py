@@ -66,4 +66,8 @@ def differing(rows: Sequence[Row]) -> Iterator[tuple[Row, Row]]:
 
 
 def _knows(row: Row) -> tuple[int, ...]:
-    return (row.found, -row.masks.get(PARTLY, 0) - row.masks.get(DATA, 0), -sum(row.slow(m) for m in TARGETS))
+    return (
+        row.found - row.total,
+        -row.masks.get(PARTLY, 0) - row.masks.get(DATA, 0),
+        -sum(row.slow(m) for m in TARGETS),
+    )
