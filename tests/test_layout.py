@@ -52,7 +52,7 @@ LINES = {
     "options": 301,  # reads sources without pathlib; with what unpad and context parallelism have in common
     "passes": 21,
     "passes/context_parallel": 3401,  # with the record of a shared graph, which stood in graph/
-    "passes/graph": 6049,  # which nodes are in sites; with the paths of a module's runs, from matching/
+    "passes/graph": 6063,  # constants of one number are equal; which nodes are in sites; with the paths of a module's runs, from matching/
     # Sinks and logsumexps are read as quotients here, where spelling/ had a table of two forms.
     # Exponentials may be divided by their sum after the product, too; the search of modules is apart from what it finds.
     "passes/matching": 5971,  # the search of modules is apart from what it finds
@@ -82,14 +82,14 @@ TEST_LINES = {
     "fuzz": 8531,  # with linear attention's resets and NaN, and functions that rest on what changes between two calls
     "gate": 697,
     "graphs": 144,
-    "hf": 8551,  # a survey of whole packages: files, configs, arguments, and three packages beside transformers
+    "hf": 8565,  # a survey of whole packages: files, configs, arguments, and three packages beside transformers
     "index_expr": 1729,
     "integrations": 1234,
     "lowerings": 35857,  # tables of schedules and of intervals that begin alike
     "near_miss": 6771,
     "options": 319,
     # The spellings of sinks are a table of their own.
-    "passes": 33945,  # a list of families is imported; masks that are proved and read in full; with tests that stood in torch_private/
+    "passes": 33965,  # constants of one number; masks proved and read in full; with tests that stood in torch_private/
     "reasons": 431,  # each remedy is held to one short sentence
     "reporting": 2386,  # each reason of a report has a remedy
     "spec": 1446,

@@ -7,6 +7,7 @@ import operator
 import torch
 from torch import fx
 
+from attn_compiler.passes.graph import constants
 from attn_compiler.passes.graph.mirror import Mirror
 
 #: the most levels of inputs that are compared
@@ -14,16 +15,29 @@ _DEEPEST = 40
 
 
 def are_equal(mirror: Mirror, one: fx.Node, other: fx.Node, deepest: int = _DEEPEST) -> bool:
-    """Return whether the same ops make both nodes from the same inputs, and nobody writes to anything in between or after."""
+    """Return whether the same ops make both nodes from the same inputs, and nobody writes to anything in between or after.
+
+    Tensors of one number are equal by that: each `torch.tensor(False)` is a constant of its own.
+    """
     if _is_written(mirror, one) or _is_written(mirror, other):
         return False
-    if one is other:
+    if one is other or _are_one_number(mirror, one, other):
         return True
     if deepest == 0 or one.target != other.target or not _is_determined(one):
         return False
     return _are_alike(mirror, one.args, other.args, deepest - 1) and _are_alike(
         mirror, dict(one.kwargs), dict(other.kwargs), deepest - 1
     )
+
+
+def _are_one_number(mirror: Mirror, one: fx.Node, other: fx.Node) -> bool:
+    a, b = one.meta.get("val"), other.meta.get("val")
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor) or (a.dtype, a.device) != (b.dtype, b.device):
+        return False
+    known = constants.number(mirror, one)
+    # Integers beyond are not told apart as floats.
+    is_exact = known is not None and abs(known) < 2**53
+    return is_exact and a.shape == b.shape and known == constants.number(mirror, other)
 
 
 def _is_written(mirror: Mirror, node: fx.Node) -> bool:

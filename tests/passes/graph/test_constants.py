@@ -11,6 +11,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from attn_compiler.passes.graph import constants
+from attn_compiler.passes.graph.equal import are_equal
 from attn_compiler.passes.graph.fake_records import FakeLike, FakeRecorder, Remaker
 from attn_compiler.passes.graph.fragment_keys import Unknown
 from attn_compiler.torch_private import tracing as torch_tracing
@@ -24,6 +25,25 @@ def _number(make: Callable[[Tensor], object]) -> float | None:
     mirror = mirror_of(lambda x: x * make(x), mark(torch.ones(5, 3), [5]))
     products = [n for n in mirror.graph.nodes if n.target in (aten.mul.Tensor, aten.mul.Scalar)]
     return constants.number(mirror, products[-1].args[1])
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "equal"),
+    [
+        (lambda x: torch.tensor(False), lambda x: torch.tensor(False), True),
+        (lambda x: torch.tensor(False), lambda x: torch.tensor(True), False),
+        (lambda x: torch.tensor(2), lambda x: torch.tensor(2.0), False),
+        (lambda x: torch.tensor(2.0), lambda x: torch.tensor([2.0]), False),
+        (lambda x: torch.tensor(2**53), lambda x: torch.tensor(2**53 + 1), False),
+        (lambda x: torch.tensor(2.0), lambda x: torch.tensor(2.0).add_(1), False),
+    ],
+)
+def test_constants_of_one_number_are_equal(
+    one: Callable[[Tensor], Tensor], other: Callable[[Tensor], Tensor], equal: bool
+) -> None:
+    mirror = mirror_of(lambda x: (x == one(x), x == other(x)), torch.ones(5, 3))
+    first, second = (n for n in mirror.graph.nodes if n.target is aten.eq.Tensor)
+    assert are_equal(mirror, first, second) is equal
 
 
 @pytest.mark.parametrize(
