@@ -13,7 +13,7 @@ import triton
 from attn_compiler.lowerings.hopper import added, mask_bits, wide_launch
 from attn_compiler.lowerings.hopper.kernels import around_backward, backward_sm90
 from attn_compiler.lowerings.hopper.kernels.tuples import GradSwitches
-from attn_compiler.lowerings.hopper.launch import adding_of, bhsd_strides, may_leak
+from attn_compiler.lowerings.hopper.launch import adding_of, bhsd_strides, may_leak, own_arguments
 from attn_compiler.lowerings.hopper.ops import IN_ORDER, grad_operands
 from attn_compiler.lowerings.hopper.plan import GradBlocks, grad_blocks_of, is_ordered, is_wide
 from attn_compiler.lowerings.shared.calls import gradient_launch, leaf_calls
@@ -127,7 +127,7 @@ def before_arguments(shared: Backward) -> Arguments:
     names = ("Out", "GradOut", "Lse", "GradLse", "RowStats", "Flag")
     further = {name: name if name in shared.tensors else None for name in ("Sums", "Turns")}
     tensors = {name: name for name in names} | further
-    return Arguments(grid=(rows // block, heads, batch), tensors=tensors, numbers=numbers)
+    return own_arguments(grid=(rows // block, heads, batch), tensors=tensors, numbers=numbers)
 
 
 def rank_arguments(shared: Backward) -> Arguments:
@@ -137,7 +137,7 @@ def rank_arguments(shared: Backward) -> Arguments:
     tiles = triton.cdiv(shared.tensors["Q"].shape[2], blocks.queries)
     numbers: dict[str, Any] = {**lists(listed), "tiles": tiles, "ORDERED": is_ordered(spec)}
     numbers |= {"blocks": triton.cdiv(shared.tensors["K"].shape[2], blocks.keys)}
-    return Arguments(
+    return own_arguments(
         grid=(triton.cdiv(tiles, _RANKED), listed.shape[1], listed.shape[0]),
         tensors={"Lists": "tiles_by_key", "Ranks": "Ranks"},
         numbers=numbers | {"TILES": _RANKED, "LISTED": _LISTED},
@@ -157,7 +157,7 @@ def after_arguments(shared: Backward) -> Arguments:
     dims = {name: x for name, x in _head_dims(shared).items() if "QK" in name}
     numbers: dict[str, Any] = {**strides("dq", grad_q), "heads_q": heads, "seqlen_q": seqlen_q, **dims}
     numbers |= {"scale": shared.prepared.call.spec.score.scale, "BLOCK_M": _AROUND, "ALIGN": alignment(grad_q)}
-    return Arguments(
+    return own_arguments(
         grid=(triton.cdiv(seqlen_q, _AROUND), heads, batch),
         tensors={name: name for name in ("Sums", "GradQ", "Flag")},
         numbers=numbers | {"MARKS": leaks(shared)},
@@ -170,7 +170,7 @@ def sum_arguments(shared: Backward, name: str) -> Arguments:
     batch, heads, length, head_dim = grad.shape
     numbers: dict[str, Any] = {**strides("e", each), **strides("d", grad), "seqlen": length}
     numbers |= {"group": each.shape[1] // heads, "BLOCK": _around(shared), "ALIGN": alignment(each, grad)}
-    return Arguments(
+    return own_arguments(
         grid=(triton.cdiv(length, _around(shared)), heads, batch),
         tensors={"Each": f"Each{name}", "Grad": f"Grad{name}"},
         numbers=numbers | {"HEAD_DIM": head_dim, "ALL": triton.next_power_of_2(head_dim)},
@@ -211,7 +211,7 @@ def main_arguments(shared: Backward) -> Arguments:
     given["Bits"] = mask_bits.BY_KEY if mask_bits.is_there(prepared.plan) else None
     given |= {name: name if name in shared.tensors else None for name in ("Turns", "Ranks")}
     names = ("Q", "K", "V", "GradOut", "RowStats", "Sums", "Flag")
-    return Arguments(
+    return own_arguments(
         grid=persistent.programs(in_head * heads_of_all, q.device),
         tensors={name: name for name in names}
         | outputs

@@ -44,6 +44,19 @@ from attn_compiler.lowerings.shared.launching.replaying import CallCache
 _TOGETHER = 1024
 _HALF_VECTOR = 8
 
+#: Parameters that are read by whole heads, or by a number for each position or block: no vector depends on the lengths. Compiled for sm90
+#: (Triton 3.7.1; padded, causal, D 128), Hopper's kernels for both classes differ by 8 of 7344 and of 5536 instructions.
+_BY_LENGTH = frozenset(
+    "Q K V Out Lse GradOut GradLse GradQ GradK GradV Each Grad Sums RowStats Lists Tiles Ranks Turns Flag Wanted Keys Rows DocumentsQ "
+    "DocumentsK Sinks Slopes".split()
+)
+
+
+def own_arguments(*, tensors: Mapping[str, str | None], **given: Any) -> Arguments:
+    """Return the arguments of a kernel of this family, without classes of lengths where no vector that it reads depends on these."""
+    taken = {parameter for parameter, name in tensors.items() if name is not None}
+    return Arguments(tensors=tensors, classes=not taken <= _BY_LENGTH, **given)
+
 
 def operands_of(prepared: Prepared) -> tuple[str, ...]:
     """Return the names of the leaf op's operands, in order."""
@@ -127,7 +140,7 @@ def _forward(prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> Argumen
         parameter: name if name in tensors else None
         for parameter, name in (("Added", added.NAME), ("Bits", mask_bits.NAME))
     }
-    return Arguments(
+    return own_arguments(
         grid=persistent.programs(in_head * heads_of_all, q.device),
         tensors={name: name for name in ("Q", "K", "V", "Out", "Lse")}
         | {name: source for name, source in given.items() if name in wanted},

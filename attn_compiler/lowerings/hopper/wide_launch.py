@@ -9,7 +9,7 @@ import triton
 
 from attn_compiler.lowerings.hopper.kernels import wide_backward_sm90, wide_values_sm90
 from attn_compiler.lowerings.hopper.kernels.tuples import WideSwitches
-from attn_compiler.lowerings.hopper.launch import bhsd_strides
+from attn_compiler.lowerings.hopper.launch import bhsd_strides, own_arguments
 from attn_compiler.lowerings.hopper.plan import (
     WIDE_PASS,
     WideGradBlocks,
@@ -62,7 +62,7 @@ def arguments(shared: Backward, *, grad: str, leaks: bool) -> Arguments:
     wanted = {*kernel.arg_names, *Sizes._fields}
     given = {**operand_parameters(prepared), "Lists": None if listed is None else "tiles_by_key" if by_key else "tiles"}
     given |= {name: name for name in ("Q", "K", "V", "GradOut", "RowStats", "Flag")} | {"Grad": target, "GradV": target}
-    return Arguments(
+    return own_arguments(
         grid=persistent.programs(in_head * heads_of_all, tensors["Q"].device),
         tensors={name: source for name, source in given.items() if name in wanted},
         numbers={name: x for name, x in numbers.items() if name in wanted},

@@ -8,7 +8,7 @@ times with a learned table (H200, 2048 positions).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from attn_compiler.lowerings.shared.kernels.tuples import ListStrides, Strides
@@ -19,17 +19,6 @@ MULTIPLE = 16
 #: bound of the numbers that Triton passes in 32 bits, and a small one that stands for all of them
 _WIDE, _SMALL = 2**31, 3
 _SIZES = ("seqlen_q", "seqlen_kv")
-#: Parameters that are read by whole heads, or by a number for each position or block: no vector depends on the lengths. Compiled for sm90
-#: (Triton 3.7.1; padded, causal, D 128), Hopper's kernels for both classes differ by 8 of 7344 and of 5536 instructions.
-_BY_LENGTH = frozenset(
-    "Q K V Out Lse GradOut GradLse GradQ GradK GradV Each Grad Sums RowStats Lists Tiles Ranks Turns Flag Wanted Keys Rows DocumentsQ "
-    "DocumentsK Sinks Slopes".split()
-)
-
-
-def has_classes(tensors: Iterable[str]) -> bool:
-    """Return whether a kernel that is given such parameters reads other vectors where lengths are multiples of 16."""
-    return not _BY_LENGTH.issuperset(tensors)
 
 
 def are_multiples(numbers: Mapping[str, Any]) -> bool:

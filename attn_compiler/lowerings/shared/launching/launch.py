@@ -44,6 +44,8 @@ class Arguments:
     numbers: every other parameter, or the members of those that are tuples of `TAKEN`.
     tile: compile options; None: Triton's defaults.
     made: for each parameter computed from a tensor, such as a descriptor: the tensor's name in the call, and the function that makes it.
+    classes: with symbolic sizes, lengths that are multiples of 16 have a kernel of their own. The Triton family's gradient of q takes 12%
+        longer without.
     """
 
     grid: Grid
@@ -51,6 +53,7 @@ class Arguments:
     numbers: Mapping[str, Any]
     tile: Tile | None = None
     made: Mapping[str, tuple[str, Make]] = field(default_factory=dict)
+    classes: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,11 +167,7 @@ def _first_launch(
     values = [plain(numbers.get(name)) for name in names]
     is_for_any = same.any_size and isinstance(kernel, JITFunction)
     if is_for_any:
-        # Triton's own kernels lose 12% in the gradient of q without a class for multiples.
-        is_hopper = ".hopper." in kernel.fn.__module__
-        taken = (name for name, source in (*found.tensors.items(), *found.made.items()) if source)
-        classes = any_size.has_classes(taken) if is_hopper else True
-        compiled = compiled_for_any(kernel, found.grid, found.numbers, classes=classes, **given, **options)
+        compiled = compiled_for_any(kernel, found.grid, found.numbers, classes=found.classes, **given, **options)
     else:
         compiled = _finished(first_launch(kernel, found.grid, **given, **numbers, **options))
     if compiled is None:
@@ -191,7 +190,7 @@ def _first_launch(
 def compiled_for_any(kernel: Any, grid: Grid, numbers: Mapping[str, Any], *, classes: bool = True, **named: Any) -> Any:
     """Return the kernel as Triton compiles it for calls of every size (any_size.py). None where launches are recorded.
 
-    classes: lengths that are multiples of 16 have a kernel of their own.
+    classes: as in `Arguments`.
     """
     constants = {parameter.name for parameter in kernel.params if parameter.is_constexpr}
     multiples = classes and any_size.are_multiples(numbers)
