@@ -86,6 +86,7 @@ class Term:
     fill: the number that a masked score is in the end (bool tensors alone).
     replaces: the fill took the place of the score, and was not added to it (bool tensors alone).
     by_numbers: the tensor has numbers in place of truth values, which have to be 0 and 1.
+    again: a masked weight is set to zero once more (bool tensors alone).
     along: the indices, of "bhqk", that elements may depend on. Along the other indices all elements are equal, and one is enough.
     """
 
@@ -96,6 +97,7 @@ class Term:
     fill: float = -math.inf
     replaces: bool = False
     by_numbers: bool = False
+    again: bool = False
     along: str = "bhqk"
 
 
@@ -211,7 +213,6 @@ class SiteScores:
     limits: clamps on the scores.
     sinks: one logit a head that joins the softmax and is dropped after it; a number: one logit for all heads.
     dropout_p: the share of weights that is dropped.
-    masks_weights: a masked weight is set to zero once more, so a query without keys gets 0, whatever masked scores are filled with.
     softmax_dtype: the dtype that the model's softmax runs in.
     """
 
@@ -224,7 +225,6 @@ class SiteScores:
     limits: tuple[Limit, ...] = ()
     sinks: Operand | float | None = None
     dropout_p: float = 0.0
-    masks_weights: bool = False
     softmax_dtype: str = "float32"
 
     @property

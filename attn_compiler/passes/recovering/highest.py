@@ -59,7 +59,7 @@ def _added(mirror: Mirror, match: Match, reader: Reader) -> Expr | None:
     scores = match.scores
     if match.lse is not None or scores.allowed or scores.is_causal or len(scores.additive) != 1:
         return None
-    if scores.factors or scores.changes or scores.limits or scores.sinks is not None or scores.masks_weights:
+    if scores.factors or scores.changes or scores.limits or scores.sinks is not None:
         return None
     (term,) = scores.additive
     within = elements.ranges(match, reader.longer)

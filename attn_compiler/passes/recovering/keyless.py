@@ -38,12 +38,14 @@ class MaskStep:
     fills: the numbers that it masks with.
     replaces: the fills replace the scores; else they are added to them.
     added: the whole added term over (b, h, q, k), if several of the fills may add up.
+    again: the weights of the pairs that it masks are set to zero, too.
     """
 
     allowed: Expr | None
     fills: frozenset[float]
     replaces: bool
     added: Expr | None = None
+    again: bool = False
 
     @property
     def outcomes(self) -> tuple[float, ...]:
@@ -66,7 +68,7 @@ def shuts_queries_out(keyless: Keyless | None) -> bool:
 def of(
     steps: Sequence[MaskStep], dtype: torch.dtype, within: Ranges, *, square: bool, low: float = -math.inf
 ) -> Keyless | None:
-    """Return the output of rows without keys. None: each row has keys, or PyTorch's own result stands.
+    """Return the output of rows without keys. None: each row has keys, or 0 or PyTorch's own result stands.
 
     steps: all masking steps, in the model's order.
     dtype: the dtype of the scores.
@@ -79,7 +81,11 @@ def of(
     allowed = ix.apply("and", *known) if len(known) == len(steps) else None
     if not finite or (allowed is not None and _has_keys(allowed, within, square=square)):
         return None
+    if all(step.again or not any(math.isfinite(max(fill, low)) for fill in step.fills) for step in steps):
+        return None
     highest = max(finite)
+    if any(step.again for step in steps):
+        return Keyless(allowed=allowed, highest=highest, own="weights are set to zero by some of the masks only")
     found = _outcomes(steps, dtype, low)
     if isinstance(found, str):
         return Keyless(allowed=allowed, highest=highest, through=True, own=found)

@@ -246,15 +246,15 @@ class _Read:
         return chosen.of(self._mirror, self._match, self._reader, kinds.conjuncts(condition))
 
     def _masking(self, allowed: Expr | None, term: Term) -> MaskStep:
-        return MaskStep(allowed=allowed, fills=frozenset({term.fill}), replaces=term.replaces)
+        return MaskStep(allowed=allowed, fills=frozenset({term.fill}), replaces=term.replaces, again=term.again)
 
     def _step(self, term: Term, masking: MaskStep) -> None:
         self._steps.append((self._mirror.order(term.operand.used), masking))
         self._dtype = _dtype_of(term.operand.used) or self._dtype
 
     def _keyless(self) -> Keyless | None:
-        """Return the output of a row without keys. None (0) if a sink takes all the weight, or masked weights are set to 0."""
-        if self._match.scores.sinks is not None or self._match.scores.masks_weights:
+        """Return the output of a row without keys. None (0) if a sink takes all the weight."""
+        if self._match.scores.sinks is not None:
             return None
         steps = [step for _, step in sorted(self._steps, key=operator.itemgetter(0))]
         if self._match.scores.is_causal:

@@ -26,6 +26,7 @@ class Joined:
     fill: the value of a masked score.
     replaces: the fill takes the place of the score. Otherwise it is added to the score.
     by_numbers: the tensor is not bool. Its numbers mask if they are 0 and 1.
+    again: it masks the weights, too.
     """
 
     node: fx.Node
@@ -37,6 +38,7 @@ class Joined:
     fill: float = -math.inf
     replaces: bool = False
     by_numbers: bool = False
+    again: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +69,6 @@ class Scores:
     factors: list[Scaled] = field(default_factory=list)
     additive: list[Joined] = field(default_factory=list)
     keeps: list[Joined] = field(default_factory=list)
-    masks_weights: bool = False
     masked_at: list[float] = field(default_factory=list)
     limits: list[Limit] = field(default_factory=list)
     shifted_along: list[Dim] = field(default_factory=list)

@@ -189,7 +189,6 @@ def _match(
             limits=tuple(scores.limits),
             sinks=_sinks(mirror, scores, sunk, out),
             dropout_p=weights_chain.dropout(way),
-            masks_weights=scores.masks_weights,
             softmax_dtype=str(views.value(anchor).dtype).removeprefix("torch."),
         ),
         lse=lse,
@@ -386,6 +385,7 @@ def _term(mirror: Mirror, joined: Joined, out: fx.Node) -> Term:
         fill=joined.fill,
         replaces=joined.replaces,
         by_numbers=joined.by_numbers,
+        again=joined.again,
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -62,7 +62,11 @@ def to_values(mirror: Mirror, anchor: fx.Node, own: Collection[fx.Node] = ()) ->
         furthest = path[-1]
         for user in mirror.readers(path[-1]):
             product = contraction.parse(user)
-            if product is not None and path[-1] in (product.lhs, product.rhs) and _is_plain(product):
+            if (
+                product is not None
+                and path[-1] in (product.lhs, product.rhs)
+                and (product.addend, product.alpha) == (None, 1.0)
+            ):
                 return Way(nodes=tuple(path[1:]), product=product, is_read=_has_other_readers(mirror, path, user, own))
             if _carried(mirror, user) is path[-1]:
                 paths.append([*path, user])
@@ -82,10 +86,6 @@ def _remedy(weights: fx.Node) -> str | None:
     factors = [x for product in products for x in product.args[:2] if x is not weights]
     last = [axes.shape_exprs(views.value(x))[-1:] for x in factors if isinstance(x, fx.Node)]
     return None if not factors else _SCALE_V if any(size not in ((), (axes.ONE,)) for size in last) else _SCALE_OUTPUT
-
-
-def _is_plain(product: Contraction) -> bool:
-    return product.addend is None and product.alpha == 1.0
 
 
 def _has_other_readers(mirror: Mirror, path: list[fx.Node], product: fx.Node, own: Collection[fx.Node]) -> bool:
@@ -170,12 +170,10 @@ def follow(mirror: Mirror, anchor: fx.Node, way: Way, scores: Scores, key: Dim, 
                 raise AxisError(f"{node.name} masks the weights before the sink column is dropped")
             pending.append((node, zeroed, dims))
         elif normalised is not None:
-            if not is_one:
-                raise AxisError(f"{node.name} divides weights by their sum that do not sum to 1 before")
-            _check_sum(node, axes.resolve(dims[normalised.dim]), key, way.nodes[:i], scores)
+            _check_sum(node, is_one, axes.resolve(dims[normalised.dim]), key, way.nodes[:i], scores)
             if normalised.floored:
                 # Weights have to sum to 1 in each row with a key left. The floor has no effect then.
-                if not all(_is_masked_before(mirror, *one, scores) for one in pending):
+                if not all(_again(mirror, *one, scores, key) for one in pending):
                     what = (
                         "divides by a sum that is kept from 0, of weights that are masked and sum to any number below 1"
                     )
@@ -183,14 +181,17 @@ def follow(mirror: Mirror, anchor: fx.Node, way: Way, scores: Scores, key: Dim, 
                 continue
             scores.keeps += [_kept(*one) for one in pending]
             pending = []
-    rows = [one for one in pending if not way.is_read and _is_of_rows(one[1], one[2], key)]
+    rows: list[Joined] = []
     for one in pending:
-        if one not in rows:
-            # A row in which every key is masked is then zero in the model, as from every kernel.
-            if not _is_masked_before(mirror, *one, scores):
-                raise _other_mask(one[0], "sets weights to zero by another mask than that of the scores")
-            scores.masks_weights = True
-    scores.keeps += [_kept(*one) for one in rows]
+        again = _again(mirror, *one, scores, key)
+        if again:
+            # Rows that a mask leaves without keys are zero in the model then, as from every kernel; meaning.py looks at the others.
+            scores.keeps = [replace(kept, again=True) if kept in again else kept for kept in scores.keeps]
+        elif way.is_read or not _is_of_rows(one[1], one[2], key):
+            raise _other_mask(one[0], "sets weights to zero by another mask than that of the scores")
+        else:
+            rows.append(_kept(*one))
+    scores.keeps += rows
     if column:
         raise Refused(
             code=Code.SINK_COLUMN,
@@ -205,12 +206,12 @@ def follow(mirror: Mirror, anchor: fx.Node, way: Way, scores: Scores, key: Dim, 
 # ---- a sum of weights ---------------------------------------------------------------------------------------------
 
 
-def _check_sum(node: fx.Node, along: Dim, key: Dim, before: Iterable[fx.Node], scores: Scores) -> None:
+def _check_sum(node: fx.Node, is_one: bool, along: Dim, key: Dim, before: Iterable[fx.Node], scores: Scores) -> None:
     """Require that the sum is of a softmax, or of the part that a mask left. Raises AxisError."""
     if list(along) != list(axes.resolve(key)):
         raise AxisError(f"{node.name} divides the weights by their sum along another axis than the softmax")
-    if scores.sinks is not None:
-        raise AxisError(f"{node.name} divides the weights beside a sink by their sum")
+    if scores.sinks is not None or not is_one:
+        raise AxisError(f"{node.name} divides weights that do not sum to 1 by their sum")
     if any(n.target is aten.dropout.default and views.dropout_probability(n) for n in before):
         raise AxisError(f"{node.name} divides the weights that dropout left by their sum")
 
@@ -345,12 +346,27 @@ def _other_mask(node: fx.Node, what: str) -> Refused:
     )
 
 
-def _is_masked_before(mirror: Mirror, node: fx.Node, zeroed: Zeroed, dims: Dims, scores: Scores) -> bool:
+def _again(mirror: Mirror, node: fx.Node, zeroed: Zeroed, dims: Dims, scores: Scores, key: Dim) -> list[Joined]:
+    """Return the masks of the scores by which weights are set to zero, or the only mask, in rows that it leaves without keys."""
     wanted = _bare(mirror, zeroed.condition, zeroed.inverted, node)
-    return any(
-        _is_same(mirror, _bare(mirror, kept.node, kept.inverted, kept.used), wanted)
-        and _resolved(kept.dims) == _resolved(dims)
+    is_only = len(scores.keeps) == 1 and not scores.additive
+    if is_only and wanted is not None and wanted[0].node.target is (aten.all.dim if wanted[1] else aten.any.dim):
+        wanted = _of_keys(mirror, *wanted, dims, key) or wanted
+    return [
+        kept
         for kept in scores.keeps
+        if _is_same(mirror, _bare(mirror, kept.node, kept.inverted, kept.used), wanted)
+        and [*map(axes.resolve, kept.dims)] == [*map(axes.resolve, dims)]
+    ]
+
+
+def _of_keys(mirror: Mirror, rows: Version, inverted: bool, dims: Dims, key: Dim) -> tuple[Version, bool] | None:
+    """Return the condition of which `rows` tells whether any key of a row has it, or (inverted) whether all have it."""
+    node, condition = rows.node, views.source(rows.node)
+    axis = views.named_axes(node, views.value(condition).dim()).pop() - views.value(condition).dim()
+    is_of_keys = views.argument(node, "keepdim") and axes.resolve(dims[axis]) == axes.resolve(key)
+    return (
+        _bare(mirror, condition, inverted, node) if is_of_keys and _is_bool(condition) and rows.since is None else None
     )
 
 
@@ -382,7 +398,3 @@ def _is_of_rows(zeroed: Zeroed, dims: Dims, key: Dim) -> bool:
 def _is_bool(node: fx.Node) -> bool:
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor) and value.dtype == torch.bool
-
-
-def _resolved(dims: Dims) -> list[list[axes.Atom]]:
-    return [list(axes.resolve(dim)) for dim in dims]
