@@ -52,7 +52,7 @@ LINES = {
     "options": 301,  # reads sources without pathlib; with what unpad and context parallelism have in common
     "passes": 21,
     "passes/context_parallel": 3401,  # with the record of a shared graph, which stood in graph/
-    "passes/graph": 6063,  # constants of one number are equal; which nodes are in sites; with the paths of a module's runs, from matching/
+    "passes/graph": 6065,  # constants of one number are equal; which nodes are in sites; with the paths of a module's runs, from matching/
     # Sinks and logsumexps are read as quotients here, where spelling/ had a table of two forms.
     # Exponentials may be divided by their sum after the product, too; the search of modules is apart from what it finds.
     "passes/matching": 5984,  # the search of modules is apart from what it finds

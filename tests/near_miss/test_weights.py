@@ -280,7 +280,7 @@ def dropout_twice(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @CASES.near_miss(described("scale 0.3"))
 def dropout_switched_off(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return torch.dropout(torch.dropout(weigh(q, k), 0.5, False), 0.0, True) @ v
+    return torch.dropout_(torch.dropout_(torch.dropout(weigh(q, k), 0.5, False), 0.5, False), 0.0, True) @ v
 
 
 @CASES.near_miss(refused("0.5"))

@@ -65,12 +65,14 @@ def effect(*inputs: torch.Tensor) -> None:
 def writes(node: fx.Node) -> list[fx.Node]:
     """Return the nodes whose storage this mirror node writes to; a higher-order call is taken to write only to its arguments.
 
-    PyTorch detaches a tensor that it makes from a Python number in place: that writes no element.
+    PyTorch detaches a tensor that it makes from a Python number in place: that writes no element. Nor does a dropout that drops none.
     """
     target = node.target
     if target is effect:
         return node.all_input_nodes
     if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
+        return []
+    if target is torch.ops.aten.dropout_.default and not (node.args[1] and node.args[2]):
         return []
     return [] if target is torch.ops.aten.detach_.default else declared(node, target)
 

@@ -197,7 +197,7 @@ VIEWS: dict[object, Handler] = {
     aten.to.device: _whole,
     aten.to.dtype_layout: _whole,
     aten.type_as.default: _whole,
-    aten.dropout.default: lambda n, d: _inactive_dropout(n, d),
+    **dict.fromkeys((aten.dropout.default, aten.dropout_.default), lambda n, d: _inactive_dropout(n, d)),
 }
 
 #: ops that cost memory traffic or repeat elements: an operand is read from above them where it can be
