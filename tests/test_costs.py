@@ -43,10 +43,10 @@ counted[:] = [counted[1] - counted[0]]
 """
 _PASSES = """
 import transformers
-import attn_compiler.passes as passes
+from attn_compiler.compiling import backend
 
-run, layers, cached = passes.rewrite, int(sys.argv[1]), len(sys.argv) > 2
-passes.rewrite = lambda *args, **named: calls(run, *args, **named)
+run, layers, cached = backend._compile_with, int(sys.argv[1]), len(sys.argv) > 2
+backend._compile_with = lambda *args, **named: calls(run, *args, **named)
 sizes = dict(hidden_size=32, intermediate_size=32, num_attention_heads=2, num_key_value_heads=2, vocab_size=64)
 model = transformers.LlamaModel(transformers.LlamaConfig(num_hidden_layers=layers, use_cache=False, **sizes)).eval()
 options = {"inner": "eager", "cache_rewrites": cached}
@@ -73,13 +73,13 @@ def test_importing_the_backend() -> None:
     assert _within(_counted(_IMPORT), 60_000)
 
 
-def test_the_first_call_of_a_graph_without_attention() -> None:
+def test_the_first_call_of_a_graph_without_attention(tmp_path: Path) -> None:
     """Beside Inductor's own first call."""
-    assert _within(_counted(_LINEAR), 125_000)
+    assert _within(_counted(_LINEAR, cache=tmp_path), 125_000)
 
 
 #: by number of layers
-_OF_PASSES = {2: 520_000, 8: 960_000, 32: 2_720_000, 80: 6_250_000}
+_OF_PASSES = {2: 540_000, 8: 990_000, 32: 2_780_000, 80: 6_300_000}
 
 
 @pytest.mark.parametrize("layers", further(_OF_PASSES, daily=(2,)))
@@ -92,4 +92,4 @@ def test_the_passes_of_a_second_process(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     first, second = (_counted(_PASSES, "8", "cached", of=fresh.MODELS, cache=tmp_path) for _ in range(2))
     assert second < first / 2
-    assert _within(second, 350_000)
+    assert _within(second, 390_000)

@@ -38,7 +38,6 @@ LONG = {
     "passes/recovering/test_latent.py": 424,
     "passes/recovering/test_score_kinds.py": 436,
     "passes/rewrites/test_init.py": 413,
-    "passes/unpad/test_packing.py": 409,
     "passes/writing/test_keyless_nodes.py": 422,
     "test_always_runs.py": 442,
     "test_fp8_training.py": 438,

@@ -25,6 +25,7 @@ from attn_compiler.torch_private import (
     frames as torch_frames,
     inductor as torch_inductor,
     known_masks,
+    observe as torch_observe,
 )
 
 if TYPE_CHECKING:
@@ -165,7 +166,7 @@ def _compile_with(
         report = dataclasses.replace(report, kernels=built.seconds)
     _publish(report, own)
     compiled = checked(compiled, plan)
-    if not torch_frames.is_ahead_of_time():
+    if not torch_observe.is_ahead_of_time():
         compiled = known_masks.wrap(compiled, () if is_recorded else rewritten.known, rewritten.read)
     for outcome in rewritten.outcomes:
         compiled = outcome.around(compiled)

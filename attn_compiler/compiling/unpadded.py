@@ -19,8 +19,8 @@ from attn_compiler.torch_private import packed as torch_packed
 
 log = logging.getLogger(__name__)
 
-#: Code from disk may lack the guards on the number of tokens, which would then go unchecked.
-_NOT_KEPT = {"fx_graph_cache": False, "fx_graph_remote_cache": False}
+#: Code from disk comes with its guards on the number of tokens, which PyTorch takes again; without them it would go unchecked.
+_GUARDED = {"unsafe_skip_cache_dynamic_shape_guards": False}
 
 
 _SKIPS = "triton.cudagraph_skip_dynamic_graphs"
@@ -38,7 +38,7 @@ def compile_unpadded(
     # A CUDA graph would be recorded for each number of tokens. If the user asks for recordings, numbers come in steps.
     has_steps = is_recorded and inner.patches.get(_SKIPS) is False
     patches = {_SKIPS: True} if is_recorded and not has_steps else _NEVER_WARNED if has_steps else {}
-    of_packed = dataclasses.replace(inner, patches=inner.patches | patches | _NOT_KEPT)
+    of_packed = dataclasses.replace(inner, patches=inner.patches | patches | _GUARDED)
 
     def code(module: fx.GraphModule, inputs: Sequence[Any], further: Sequence[Any]) -> PackedCode:
         run = of_packed.compile_rewritten(module, [*inputs, *further], key)

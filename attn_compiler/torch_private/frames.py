@@ -20,25 +20,14 @@ from torch._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code  # 
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.source import DictGetItemSource, LocalSource, NNModuleSource
-from torch._dynamo.symbolic_convert import InstructionTranslator, tls
+from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import get_metrics_context
 from torch._guards import CompileContext, Source, TracingContext
 from torch._subclasses import FakeTensor
 
 from attn_compiler.reasons.errors import described
-from attn_compiler.torch_private import known_masks
+from attn_compiler.torch_private import known_masks, observe
 from attn_compiler.torch_private.known_masks import Known
-
-
-def is_ahead_of_time() -> bool:
-    """Return True if the graph is compiled for another process (`aot_compile`, `caching_precompile`). PyTorch keeps no guard there on an
-    object of this process, so nothing may rest on one."""
-    is_kept = getattr(config, "caching_precompile", False) or getattr(tls, "current_tx", None) is None
-    return TracingContext.try_get() is not None and is_kept
-
-
-def _is_in_frame() -> bool:
-    return TracingContext.try_get() is not None and not is_ahead_of_time()
 
 
 def guard_modules() -> None:
@@ -47,7 +36,7 @@ def guard_modules() -> None:
     Outside of a compilation nothing happens. Without the guard, modules of one class share code if only parameters tell them apart: layers
     that are compiled one by one, two instances of a model.
     """
-    if not _is_in_frame():
+    if not observe.is_in_frame():
         return
     for source in _modules():
         install_guard(source.make_guard(GuardBuilder.ID_MATCH))
@@ -71,7 +60,7 @@ def is_cut_into_buckets() -> bool:
 
 def was_given(*names: str) -> bool:
     """Return True if the frame under compilation has arguments of all these names in one dict that it passes on."""
-    if not _is_in_frame():
+    if not observe.is_in_frame():
         return False
     dicts = (value for value in _frame().f_locals.values() if isinstance(value, dict))
     return any(all(name in given for name in names) for given in dicts)
@@ -94,7 +83,7 @@ def once_per_compilation(make: Callable[[], T]) -> T:
 def given_tensor(placeholder: fx.Node) -> torch.Tensor | None:
     """Return the real tensor that the current frame was called with for an input of Dynamo's graph, if there is one."""
     argument = placeholder.meta.get("grapharg")
-    if argument is None or argument.source is None or is_ahead_of_time():
+    if argument is None or argument.source is None or observe.is_ahead_of_time():
         return None
     try:
         found = argument.example
@@ -130,8 +119,8 @@ def may_rely_on(placeholder: fx.Node, known: Known) -> bool:
     Not after _MOST_MEANINGS other values: code that relies on none serves all remaining calls. Without it PyTorch would reach its limit of
     compilations, and run the function uncompiled, or raise (fullgraph=True).
     """
-    if not _is_in_frame():
-        return not is_ahead_of_time()
+    if not observe.is_in_frame():
+        return not observe.is_ahead_of_time()
     meant = _relied_on.setdefault(_frame().f_code, {}).setdefault(placeholder.name, [])
     if known not in meant and len(meant) < _MOST_MEANINGS:
         meant.append(known)
@@ -140,8 +129,8 @@ def may_rely_on(placeholder: fx.Node, known: Known) -> bool:
 
 def has_room_for(placeholder: fx.Node, known: Known) -> bool:
     """Return the answer of `may_rely_on`, without relying on it."""
-    if not _is_in_frame():
-        return not is_ahead_of_time()
+    if not observe.is_in_frame():
+        return not observe.is_ahead_of_time()
     meant = _relied_on.get(_frame().f_code, {}).get(placeholder.name, [])
     return known in meant or len(meant) < _MOST_MEANINGS
 
@@ -153,7 +142,7 @@ def forget_meanings() -> None:
 
 def guard_known(placeholder: fx.Node, known: Known) -> None:
     """Guard the current compilation on what is known of this input (known_masks.py)."""
-    if not _is_in_frame():
+    if not observe.is_in_frame():
         return
 
     def is_known(value: object) -> bool:
@@ -174,7 +163,7 @@ def guard_known(placeholder: fx.Node, known: Known) -> None:
 def owner_of(stack: Mapping[str, tuple[str, Any]] | None) -> nn.Module | CodeType | None:
     """Return the module of a node of the current graph, or a function's code without a module. stack: the node's `nn_module_stack`. A node
     without one is from the frame itself. None if unknown, such as outside of a compilation."""
-    if not _is_in_frame():
+    if not observe.is_in_frame():
         return None
     frame = _frame()
     if not stack:
@@ -223,7 +212,7 @@ class NotCaptured(Exception):
 def captured_with(tensors: Mapping[torch.Tensor, torch.Tensor]) -> fx.GraphModule:
     """Trace the current frame with other tensors, as one graph of known sizes. Nothing of it is kept. tensors: by those that the frame was
     given. Raises NotCaptured."""
-    if not _is_in_frame():
+    if not observe.is_in_frame():
         raise NotCaptured("no function is compiled")
     frame = _frame()
     exchange = _Exchange({id(old): new for old, new in tensors.items()})
@@ -367,7 +356,7 @@ def recompilation_reason() -> str | None:
 
 def start_over() -> Callable[[], None] | None:
     """Return a function that has the current frame compiled anew before its next call, all of its code; None outside of one."""
-    if not _is_in_frame():
+    if not observe.is_in_frame():
         return None
     code = weakref.ref(_frame().f_code)
 

@@ -15,13 +15,15 @@ from typing import Any
 import torch
 from torch import nn
 from torch._C._dynamo.eval_frame import reset_code
-from torch._dynamo import convert_frame, pgo
+from torch._dynamo import config, convert_frame, pgo
 from torch._dynamo.callback import CallbackArgs, callback_handler
 from torch._dynamo.convert_frame import register_bytecode_hook
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.guards import DeletedGuardManagerWrapper
+from torch._dynamo.symbolic_convert import tls
 from torch._dynamo.utils import counters, graph_break_reasons
+from torch._guards import TracingContext
 from torch._logging._internal import trace_log
 
 # Since 2.13 a torch.compile call can have separate cache entries, which do not count towards other recompile limits.
@@ -236,3 +238,15 @@ def _wrapped(backend: Any) -> Any:
     while hasattr(backend, "_torchdynamo_orig_backend"):
         backend = backend._torchdynamo_orig_backend
     return backend
+
+
+def is_ahead_of_time() -> bool:
+    """Return True if the graph is compiled for another process (`aot_compile`, `caching_precompile`). PyTorch keeps no guard there on an
+    object of this process, so nothing may rest on one."""
+    is_kept = getattr(config, "caching_precompile", False) or getattr(tls, "current_tx", None) is None
+    return TracingContext.try_get() is not None and is_kept
+
+
+def is_in_frame() -> bool:
+    """Return True while code of a frame of this process is compiled, which guards can watch."""
+    return TracingContext.try_get() is not None and not is_ahead_of_time()

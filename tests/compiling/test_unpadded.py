@@ -4,12 +4,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch._inductor import compile_fx
+from torch._dynamo.utils import counters
+from torch._inductor import compile_fx, config as inductor_config
 
 from attn_compiler.compiling import unpadded
 from attn_compiler.compiling.attempts import StepFailed
 from attn_compiler.compiling.inner import Inner
 from attn_compiler.passes.unpad import batches_before
+from attn_compiler.torch_private import packed as torch_packed
+from tests import inductor_caches
 from tests.passes.unpad.encoder import LENGTH, MASK, WIDTH, Decoder, Encoder, check, compiled, ids_of, mask_of, report
 
 
@@ -112,7 +115,7 @@ def test_the_graph_beside_knows_which_inputs_keep_their_address(
     monkeypatch.setattr(compile_fx, "_compile_fx_inner", noted)
     model = Encoder()
     function = compiled(model, inner="inductor")
-    with torch.no_grad():
+    with torch.no_grad(), inductor_caches.no_graphs():
         function(ids_of(MASK), MASK)
         if not has_kernels:
             monkeypatch.setattr(Inner, "compile_rewritten", fail)
@@ -120,3 +123,34 @@ def test_the_graph_beside_knows_which_inputs_keep_their_address(
         function(ids_of(none), none)  # Fewer than two tokens are real.
     assert report().last[-1].failed != ()
     assert [len(static) for static in known] == [len(list(model.parameters()))] * 2
+
+
+@pytest.mark.further
+@pytest.mark.parametrize("is_unsafe", [False, True])
+def test_the_packed_graphs_code_is_found_on_disk_with_its_guards(
+    is_unsafe: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if Inductor is told to find code whatever its guards say."""
+    runs: list[list[torch_packed.Guards]] = []
+    taken = torch_packed.taken_guards
+
+    def noted(size: torch.SymInt, inputs: Any) -> torch_packed.Guards:
+        runs[-1].append(taken(size, inputs))
+        return runs[-1][-1]
+
+    monkeypatch.setattr(torch_packed, "taken_guards", noted)
+    with inductor_caches.no_graphs(), inductor_config.patch(unsafe_skip_cache_dynamic_shape_guards=is_unsafe):
+        for _ in range(2):
+            counters.clear()
+            runs.append([])
+            model = Encoder()
+            function = compiled(model, inner="inductor", dynamic=True)
+            for mask in (mask_of(4, 10, 7), mask_of(*[LENGTH] * 450, 5)):
+                check(model, mask, function, close=1e-5)
+    assert counters["inductor"]["fxgraph_cache_hit"] > 0
+    assert counters["inductor"]["fxgraph_cache_miss"] == 0
+    numbers = (2, 21, 4096, 4097, 8005, 2**22, 2**40)
+    args = (ids_of(MASK), MASK)
+    held = [[[guards.hold(number, args) for number in numbers] for guards in run] for run in runs]
+    assert held[0] == held[1]
+    assert not all(all(one) for one in held[0])

@@ -9,13 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
-from torch._dynamo.utils import counters
 
 import attn_compiler
 from attn_compiler.options.options import Options
 from attn_compiler.passes import rewrite
 from attn_compiler.torch_private.store import Store
-from tests import inductor_caches
 from tests.passes.unpad.encoder import (
     LENGTH,
     MASK,
@@ -395,15 +393,3 @@ def test_the_rewrite_is_not_kept_on_disk(tmp_path: Path) -> None:
     torch.compile(Encoder(), backend=backend)(ids_of(MASK), MASK)
     assert "unpad" in (found[0].not_kept or "")
     assert not any(path.is_file() for path in tmp_path.rglob("*"))
-
-
-@pytest.mark.further
-def test_the_packed_graphs_code_is_not_kept_on_disk() -> None:
-    """Found there, it may come without the guards of the number of tokens."""
-    with inductor_caches.no_graphs():
-        for _ in range(2):
-            counters.clear()
-            mask = mask_of(4, 10, 7)
-            function = compiled(Encoder(), inner="inductor")
-            function(ids_of(mask), mask)
-        assert counters["inductor"]["fxgraph_cache_hit"] == 0
