@@ -55,7 +55,7 @@ LINES = {
     "passes/graph": 6065,  # constants of one number are equal; which nodes are in sites; with the paths of a module's runs, from matching/
     # Sinks and logsumexps are read as quotients here, where spelling/ had a table of two forms.
     # Exponentials may be divided by their sum after the product, too; the search of modules is apart from what it finds.
-    "passes/matching": 5984,  # the search of modules is apart from what it finds
+    "passes/matching": 5937,  # the search of modules is apart from what it finds
     "passes/pipeline": 635,  # a step says what it needs to have anything to do
     "passes/recovering": 6076,  # reads computed places, alternatives, learned biases
     "passes/rewrites": 1220,

@@ -6,7 +6,6 @@ row has no weight left, or an exponential is infinite, the model gives NaN.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -68,14 +67,10 @@ def _less_logsumexp(mirror: Mirror, exp: fx.Node) -> Softmax | None:
     if less.target is not aten.sub.Tensor or argument(less, "alpha") != 1 or not _is_read_by(mirror, less, {exp}):
         return None
     scores, total = less.args[:2]
-    if not isinstance(scores, fx.Node) or not isinstance(total, fx.Node):
+    found = _reduced(mirror, total, aten.logsumexp.default, scores)
+    if found is None or not isinstance(scores, fx.Node):
         return None
-    path = _row(mirror, total, less, aten.logsumexp.default, scores, is_shared=True)
-    return (
-        None
-        if path is None
-        else Softmax(node=exp, scores=scores, dim=path.dim, nodes=frozenset({exp, less, *path.nodes}))
-    )
+    return Softmax(node=exp, scores=scores, dim=found[0], nodes=frozenset({exp, less, *found[1]}))
 
 
 def _summed(mirror: Mirror, exp: fx.Node) -> Softmax | None:
@@ -101,20 +96,16 @@ class Normalised:
 
 def normalised(mirror: Mirror, node: fx.Node) -> Normalised | None:
     """Read a node as a division of weights by their sum along one axis; None if it is no such division."""
-    weights = node.args[0] if node.args else None
-    if not isinstance(weights, fx.Node) or node.target not in _DIVISIONS:
+    weights, total = node.args[:2] if node.target in _DIVISIONS else (None, None)
+    if not isinstance(weights, fx.Node) or not isinstance(total, fx.Node):
         return None
-    divisor, reader = _divisor(node, weights)
-    if divisor is None:
-        return None
-    path = _row(mirror, divisor, reader, SUM, weights)
-    if path is not None:
-        return Normalised(weights=weights, dim=path.dim)
-    path = _floored(mirror, divisor, reader, weights)
-    return None if path is None else Normalised(weights=weights, dim=path.dim, floored=True)
+    found, floored = _reduced(mirror, total, SUM, weights), False
+    if found is None:
+        found, floored = _floored(mirror, total, node, weights), True
+    return None if found is None else Normalised(weights=weights, dim=found[0], floored=floored)
 
 
-def _floored(mirror: Mirror, node: fx.Node, reader: fx.Node, weights: fx.Node) -> _Row | None:
+def _floored(mirror: Mirror, node: fx.Node, reader: fx.Node, weights: fx.Node) -> tuple[int, list[fx.Node]] | None:
     """Read a sum of weights that is clamped below 1, or has an addend lost in a sum of 1, also as in F.normalize(p=1)."""
     if node.target in (aten.expand_as.default, aten.expand.default) and _is_read_by(mirror, node, {reader}):
         node, reader = views.source(node), node
@@ -132,64 +123,26 @@ def _floored(mirror: Mirror, node: fx.Node, reader: fx.Node, weights: fx.Node) -
     op = NORM if total.target is NORM else SUM
     if not is_idle or (op is NORM and argument(total, "ord") != 1):
         return None
-    return _row(mirror, total, node, op, weights)
+    return _reduced(mirror, total, op, weights)
 
 
-def _divisor(weights: fx.Node, exp: fx.Node) -> tuple[fx.Node | None, fx.Node]:
-    """Return (divisor of the exponentials, its reader) if `weights` are their quotient."""
-    left, right = weights.args[:2] if len(weights.args) > 1 else (None, None)
-    if weights.target in _DIVISIONS and left is exp and isinstance(right, fx.Node) and right is not exp:
-        return right, weights
-    other = right if left is exp else left
-    if weights.target is aten.mul.Tensor and isinstance(other, fx.Node) and other.target is aten.reciprocal.default:
-        return views.source(other), other
-    return None, weights
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Row:
-    """One number for each row of a tensor. nodes: from the node that is read down to the op on the tensor, which is last."""
-
-    dim: int
-    nodes: tuple[fx.Node, ...]
-
-
-def _row(
-    mirror: Mirror,
-    node: fx.Node,
-    reader: fx.Node,
-    op: object,
-    of: fx.Node,
-    *,
-    is_shared: bool = False,
-) -> _Row | None:
-    """Read `node` as `op` on `of` over one axis, which is kept or put back. Unless shared, only `reader` may read it."""
+def _reduced(mirror: Mirror, node: object, op: object, of: object) -> tuple[int, list[fx.Node]] | None:
+    """Return (axis, nodes) if `node` is `op` of a tensor along one of its axes, which is kept or put back; None otherwise."""
+    if not isinstance(node, fx.Node) or not isinstance(of, fx.Node):
+        return None
     path = [node]
-    put_back: int | None = None
-    below = reader
-    while path[-1].target is not op:
-        top = path[-1]
-        if not _is_read_by(mirror, top, {below, *(top.users if is_shared else ())}):
-            return None
-        if top.target is aten.unsqueeze.default and put_back is None:
-            put_back = int(argument(top, "dim")) % value(top).dim()  # type: ignore[call-overload]
-        else:
-            return None
-        below = top
-        path.append(views.source(top))
-    top = path[-1]
-    rank = value(of).dim()
-    dims = argument(top, "dim")
-    listed = [dims] if isinstance(dims, int) else list(dims) if isinstance(dims, Iterable) else []
-    if top.args[0] is not of or len(listed) != 1:
+    while path[-1].target is not op and path[-1].target is aten.unsqueeze.default:
+        path.append(views.source(path[-1]))
+    if path[-1].target is not op or path[-1].args[0] is not of:
         return None
-    if not _is_read_by(mirror, top, {below, *(top.users if is_shared else ())}):
+    dims: Dims = tuple((Atom(size),) for size in axes.shape_exprs(value(of)))
+    found = paths.along([of, path[-1]], dims)
+    if found is None or any(mutation.is_written_later(mirror, x) for x in path):
         return None
-    dim = int(listed[0]) % rank
-    is_kept = bool(argument(top, "keepdim"))
-    if is_kept == (put_back is not None) or (put_back is not None and put_back != dim):
-        return None
-    return _Row(dim=dim, nodes=tuple(path))
+    after = paths.moved(path[-2::-1], found[1])
+    axis = views.named_axes(path[-1], len(dims)).pop()
+    wanted = [() if i == axis else axes.resolve(dim) for i, dim in enumerate(dims)]
+    return (axis, path) if [axes.resolve(dim) for dim in after] == wanted else None
 
 
 def _is_read_by(mirror: Mirror, node: fx.Node, readers: set[fx.Node]) -> bool:
