@@ -10,6 +10,8 @@ from pathlib import Path
 
 from tests.hf import table as survey
 from tests.hf.today import table as today
+from tests.hf.whole import totals as whole
+from tests.hf.whole.packages import PACKAGES
 from website import codes, gains, options, results, supported
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -35,6 +37,12 @@ def _ways() -> Iterator[str]:
 
 def _surveyed(release: str = "") -> list[survey.Result]:
     return survey.read_csv(DOCS / f"survey{release}.csv")
+
+
+def _whole() -> Iterator[str]:
+    """Totals of each package that is surveyed as a whole."""
+    for package in PACKAGES:
+        yield from (f"### {package}", "", *whole.lines(today.read_csv(DOCS / f"{package}.csv")), "")
 
 
 #: by name, the text or the lines of what a page shows there
@@ -63,6 +71,7 @@ TABLES: Mapping[str, Callable[[], str | Iterable[str]]] = {
     "survey_others": lambda: survey.others(_surveyed()),
     "takes": supported.of_lowerings,
     "ways": _ways,
+    "whole": _whole,
 }
 
 

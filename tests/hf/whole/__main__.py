@@ -19,8 +19,8 @@ from rich.console import Console
 from tests.hf.__main__ import versions
 from tests.hf.today.running import Row
 from tests.hf.today.table import read_csv, write_csv
-from tests.hf.whole.packages import PACKAGES, rows_of, units
-from tests.hf.whole.totals import is_failed, lines
+from tests.hf.whole.packages import PACKAGES, is_late, rows_of, units
+from tests.hf.whole.totals import is_failed, is_waiting, lines, not_yet
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             said = f"{row.model}, {row.call}: {row.status} {row.found}/{row.total} {row.detail}"
             console.print(said, markup=False, soft_wrap=True)
         if out:
-            write_csv(_ordered(kept), out)
+            write_csv(_ordered({name: [not_yet(name)] for name in chosen} | kept), out)
     console.print(versions())
     console.print("\n".join(lines(_ordered(kept))), markup=False, soft_wrap=True)
     return int(any(is_failed(row) for row in _ordered(kept)))
@@ -65,7 +65,7 @@ def _kept(out: Path | None) -> dict[str, list[Row]]:
     kept: dict[str, list[Row]] = {}
     for row in read_csv(out) if out and out.exists() else ():
         kept.setdefault(row.model.partition(" ")[0], []).append(row)
-    return kept
+    return {name: rows for name, rows in kept.items() if not any(map(is_waiting, rows))}
 
 
 def _is_lacking(row: Row) -> bool:
@@ -79,10 +79,18 @@ def _ordered(kept: dict[str, list[Row]]) -> list[Row]:
 def _run(chosen: Sequence[str], options: argparse.Namespace) -> Iterator[tuple[str, list[Row]]]:
     # Tiny models gain nothing from threads.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with ProcessPoolExecutor(options.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        pending = {pool.submit(rows_of, options.package, name, options.limit): name for name in chosen}
-        for future in as_completed(pending):
-            yield pending[future], future.result()
+    left = list(chosen)
+    while left:
+        with ProcessPoolExecutor(options.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+            pending = {pool.submit(rows_of, options.package, name, options.limit): name for name in left}
+            for future in as_completed(pending):
+                rows = future.result()
+                left.remove(pending[future])
+                yield pending[future], rows
+                if any(is_late(row) for row in rows):
+                    # What was cut off leaves PyTorch's state in the process as it was.
+                    pool.shutdown(wait=True, cancel_futures=True)
+                    break
 
 
 if __name__ == "__main__":

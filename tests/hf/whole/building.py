@@ -26,6 +26,8 @@ from tests.hf.whole.shrinking import shrink
 
 #: parameters of a model on the CPU
 _MOST_PARAMETERS = 1_500_000_000
+#: arguments that are tried there
+_MOST_ON_CPU = 4
 
 
 class Without(Exception):
@@ -36,7 +38,7 @@ class Without(Exception):
 class Built:
     """A model that runs. cls: its class. short: with few layers. choice: which arguments of those that are tried.
 
-    attending: classes of the file that ran. total: attentions of a run.
+    attending: classes of the file that ran. totals: attentions of a run, for each size.
     """
 
     module: str
@@ -48,7 +50,7 @@ class Built:
     choice: int = 0
     second: Size = SECONDS[0]
     attending: frozenset[str] = frozenset()
-    total: int = 0
+    totals: tuple[int, ...] = ()
 
     @property
     def _class(self) -> Any:
@@ -56,7 +58,15 @@ class Built:
 
     @property
     def impls(self) -> tuple[str, ...]:
-        return ("sdpa", "eager") if self._class._supports_sdpa else ("eager",)
+        return ("sdpa", "eager") if self._class._supports_sdpa and self._is_built("sdpa") else ("eager",)
+
+    def _is_built(self, impl: str) -> bool:
+        """Whether every part takes this attention: a backbone may not."""
+        try:
+            self.on_meta().build(impl)
+        except ValueError:
+            return False
+        return True
 
     def build(self, impl: str) -> nn.Module:
         config = self._class.config_class(**self.settings)
@@ -83,7 +93,8 @@ class Built:
         """With arguments that the model runs with. Raises what it raised with the first."""
         raised: Exception | None = None
         given: Kwargs
-        for index, given in enumerate(choices(model, FIRST)):
+        tried = itertools.islice(choices(model, FIRST), None if self.device == "meta" else _MOST_ON_CPU)
+        for index, given in enumerate(tried):
             if self.device == "meta" and READ & given.keys():
                 raise NotImplementedError("numbers of its inputs are read")
             try:
@@ -93,18 +104,17 @@ class Built:
                 continue
             raised = raised or Without("without it")
             if ran:
-                found = dataclasses.replace(self, choice=index, attending=frozenset(ran), total=total)
-                return dataclasses.replace(found, second=found._second(model))
+                return dataclasses.replace(self, choice=index, attending=frozenset(ran))._with_second(model, total)
         raise raised or Without("without it")
 
-    def _second(self, model: nn.Module) -> Size:
-        for size in SECONDS[:-1]:
+    def _with_second(self, model: nn.Module, total: int) -> Built:
+        for size in SECONDS:
             try:
-                run(model, self.inputs(model, size, padded=False), set())
+                _, second = run(model, self.inputs(model, size, padded=False), set())
             except Exception:  # noqa: BLE001 - the next may be right
                 continue
-            return size
-        return SECONDS[-1]
+            return dataclasses.replace(self, second=size, totals=(total, second))
+        return dataclasses.replace(self, second=FIRST, totals=(total, total))
 
 
 def cover(file: File) -> tuple[list[Built], dict[str, str]]:

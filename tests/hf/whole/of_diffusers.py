@@ -44,7 +44,7 @@ def rows(name: str) -> Iterator[Row]:
         label: lambda model, batch=batch, side=side: next(itertools.islice(_choices(model, batch, side), index, None))
         for label, (batch, side) in _SIZES.items()
     }
-    yield from Subject(name=name, call="sdpa", build=lambda: _build(name), inputs=inputs, total=total).rows()
+    yield from Subject(name=name, call="sdpa", build=lambda: _build(name), inputs=inputs, totals=(total, total)).rows()
 
 
 def _build(name: str) -> nn.Module:

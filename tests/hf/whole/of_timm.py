@@ -79,7 +79,7 @@ def _of_model(shown: str, name: str, total: int) -> Iterator[Row]:
                 for label, batch in _BATCHES.items()
             }
             call = f"{'sdpa' if fused else 'eager'}, {'own' if size is None else 'larger'} images"
-            yield from Subject(name=shown, call=call, build=build, inputs=inputs, total=total).rows()
+            yield from Subject(name=shown, call=call, build=build, inputs=inputs, totals=(total, total)).rows()
 
 
 def _takes(name: str, size: int) -> bool:

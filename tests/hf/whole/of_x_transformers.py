@@ -66,7 +66,13 @@ def _of_option(option: str, kind: str, flash: bool) -> Iterator[Row]:
         label: lambda _, batch=batch, length=length: _inputs(option, kind, batch, length)
         for label, (batch, length) in _SIZES.items()
     }
-    how: dict[str, Any] = {"name": name, "call": call, "inputs": inputs, "total": total, "device": _DEVICE[kind]}
+    how: dict[str, Any] = {
+        "name": name,
+        "call": call,
+        "inputs": inputs,
+        "totals": (total, total),
+        "device": _DEVICE[kind],
+    }
     yield from Subject(build=lambda: _build(option, kind, flash), **how).rows()
 
 

@@ -23,6 +23,9 @@ class Package:
     rows: Callable[[str], Iterator[Row]]
 
 
+_LONGER = "longer than"
+
+
 class _Late(BaseException):
     """Not caught by models, nor by Dynamo."""
 
@@ -55,7 +58,7 @@ def rows_of(package: str, name: str, limit: int) -> list[Row]:
         signal.setitimer(signal.ITIMER_PROF, limit)
         found.extend(PACKAGES[package].rows(name))
     except _Late:
-        found.append(_row(name, f"longer than {limit} seconds"))
+        found.append(_row(name, f"{_LONGER} {limit} seconds"))
     except Unavailable as missing:
         found.append(_row(name, str(missing)))
     except Exception as error:  # noqa: BLE001 - one broken file is a row of the table, not the end of it
@@ -63,6 +66,10 @@ def rows_of(package: str, name: str, limit: int) -> list[Row]:
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
     return found
+
+
+def is_late(row: Row) -> bool:
+    return row.detail.startswith(_LONGER)
 
 
 def _row(name: str, why: str) -> Row:

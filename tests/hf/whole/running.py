@@ -23,14 +23,14 @@ from tests.hf.whole.files import File
 class Subject:
     """One model in one way of attending. name: in the table. call: the way, in it. inputs: by the name of a size, in their order.
 
-    total: attentions that an eager run has.
+    totals: attentions that an eager run has, for each of them.
     """
 
     name: str
     call: str
     build: Callable[[], nn.Module]
     inputs: Mapping[str, Callable[[nn.Module], Kwargs]]
-    total: int
+    totals: tuple[int, ...]
     device: str = "meta"
 
     def told(self, status: str, detail: str, size: str = "") -> Row:
@@ -50,9 +50,10 @@ class Subject:
         try:
             model = self.build()
             compiled: Any = torch.compile(model, backend=watching)
-            for size, given in self.inputs.items():
+            for (size, given), total in zip(self.inputs.items(), self.totals, strict=True):
                 try:
-                    yield self._row(compiled, given(model), watching, size)
+                    row = self._row(compiled, given(model), watching, size)
+                    yield dataclasses.replace(row, total=max(row.total, total))
                 except Exception as error:  # noqa: BLE001 - one broken model is a row of the table, not the end of it
                     yield self.told("error", f"{type(error).__name__}: {error}", size)
         finally:
@@ -63,12 +64,11 @@ class Subject:
         watching.begin()
         with torch.no_grad(), torch_observe.breaks_told(watching, watching.left):
             compiled(**given)
-        row = described(self._shown, self._call(size), watching, time.perf_counter() - started)
-        return dataclasses.replace(row, total=max(row.total, self.total))
+        return described(self._shown, self._call(size), watching, time.perf_counter() - started)
 
 
 def not_built(name: str, why: str) -> Row:
-    return Subject(name=name, call="not built", build=nn.Identity, inputs={}, total=0).told("unavailable", why)
+    return Subject(name=name, call="not built", build=nn.Identity, inputs={}, totals=()).told("unavailable", why)
 
 
 def rows_of_file(file: File) -> Iterator[Row]:
@@ -90,6 +90,6 @@ def _of_model(file: File, built: Built) -> Iterator[Row]:
         "first": lambda model: built.inputs(model, FIRST, padded=True),
         "second": lambda model: built.inputs(model, built.second, padded=True),
     }
-    how: dict[str, Any] = {"name": name, "inputs": inputs, "total": built.total, "device": built.device}
+    how: dict[str, Any] = {"name": name, "inputs": inputs, "totals": built.totals, "device": built.device}
     for impl in built.impls:
         yield from Subject(call=impl, build=lambda impl=impl: built.build(impl), **how).rows()  # type: ignore[misc]

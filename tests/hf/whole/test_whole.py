@@ -15,7 +15,7 @@ from tests.hf.whole.feeding import FIRST, choices
 from tests.hf.whole.files import attending
 from tests.hf.whole.packages import rows_of
 from tests.hf.whole.shrinking import shrink
-from tests.hf.whole.totals import differing, is_failed, lines
+from tests.hf.whole.totals import differing, is_failed, lines, not_yet
 
 BERT = "bert/modeling_bert.py"
 
@@ -83,6 +83,7 @@ def test_a_file_has_rows_of_both_sizes_and_what_was_run_is_not_run_again(
     assert "1 run as a whole, 0 in part, 0 not" in lines(rows)[0]
     monkeypatch.setattr(whole, "rows_of", None)
     assert whole.main(command) == 0
+    assert "0 in part, 0 not, 1 not yet." in lines([*rows, not_yet("a/b.py")])[0]
 
 
 def test_what_takes_too_long_or_does_not_import_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:

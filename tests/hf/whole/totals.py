@@ -7,10 +7,21 @@ from collections.abc import Iterator, Sequence
 
 from tests.hf.today.running import DATA, NONE, PARTLY, PROVED, TARGETS, Row
 
+_NOT_YET = "not run yet"
+
 
 def is_failed(row: Row) -> bool:
     """Whether a model failed, or attention was passed over in silence."""
     return row.status == "error" or row.found + sum(row.misses.values()) < row.total
+
+
+def not_yet(name: str) -> Row:
+    """The row of a file or model that a run did not come to."""
+    return Row(model=name, call="not built", device="meta", status="unavailable", detail=_NOT_YET)
+
+
+def is_waiting(row: Row) -> bool:
+    return row.detail == _NOT_YET
 
 
 def lines(rows: Sequence[Row]) -> list[str]:
@@ -18,9 +29,11 @@ def lines(rows: Sequence[Row]) -> list[str]:
     names = {_unit(row) for row in rows}
     lacking = {_unit(row) for row in rows if row.status != "ok"}
     ran = {_unit(row) for row in rows if row.status == "ok"}
+    waiting = {row.model for row in rows if is_waiting(row)}
     calls = list(dict.fromkeys(row.call for row in rows if row.status == "ok"))
     return [
-        f"{len(names)} with an attention: {len(names - lacking)} run as a whole, {len(ran & lacking)} in part, {len(names - ran)} not.",
+        f"{len(names)} with an attention: {len(names - lacking)} run as a whole, {len(ran & lacking)} in part, "
+        f"{len(names - ran - waiting)} not{f', {len(waiting)} not yet' if waiting else ''}.",
         "",
         f"| call | models | found | misses | no mask | proved | in part | data | {' | '.join(map(_heading, TARGETS))} |",
         "|---" * (8 + len(TARGETS)) + "|",
