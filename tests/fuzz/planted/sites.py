@@ -49,7 +49,7 @@ passes/matching/patterns/score_steps.py _row_maximum; score steps: a maximum ove
 + keeps != unsqueezed
 
 weights are masked by any mask
-passes/matching/patterns/weights_chain.py _is_masked_before; several masks: a mask that the weights alone have is left out
+passes/matching/patterns/weights_chain.py _again; several masks: a mask that the weights alone have is left out
 - _is_same(mirror, _bare(mirror, kept.node, kept.inverted, kept.used), wanted)
 + True
 

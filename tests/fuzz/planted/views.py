@@ -124,8 +124,8 @@ passes/matching/contraction.py _matmul; contractions: k is read transposed
 + rhs_labels=(*batch[rank - right :], n, d)
 
 a product of the weights may add
-passes/matching/patterns/weights_chain.py _is_plain; contractions: what the second product adds or scales gets lost
-- product.addend is None and product.alpha == 1.0
+passes/matching/patterns/weights_chain.py to_values; contractions: what the second product adds or scales gets lost
+- (product.addend, product.alpha) == (None, 1.0)
 + True
 
 a part of the weights is all of them
