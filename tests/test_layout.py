@@ -52,7 +52,7 @@ LINES = {
     "options": 301,  # reads sources without pathlib; with what unpad and context parallelism have in common
     "passes": 21,
     "passes/context_parallel": 3401,  # with the record of a shared graph, which stood in graph/
-    "passes/graph": 6065,  # constants of one number are equal; which nodes are in sites; with the paths of a module's runs, from matching/
+    "passes/graph": 6069,  # masks of other graphs; constants of one number are equal; which nodes are in sites; paths of a module's runs
     # Sinks and logsumexps are read as quotients here, where spelling/ had a table of two forms.
     # Exponentials may be divided by their sum after the product, too; the search of modules is apart from what it finds.
     "passes/matching": 5937,  # the search of modules is apart from what it finds
@@ -91,7 +91,7 @@ TEST_LINES = {
     "near_miss": 6846,
     "options": 319,
     # The spellings of sinks are a table of their own.
-    "passes": 33951,  # guards of found code; masks proved and read in full; tests that stood in torch_private/
+    "passes": 33963,  # guards of found code; masks proved and read in full; tests that stood in torch_private/
     "reasons": 431,  # each remedy is held to one short sentence
     "reporting": 2386,  # each reason of a report has a remedy
     "spec": 1446,

@@ -6,6 +6,7 @@ import torch
 from torch import fx
 
 from attn_compiler.passes.graph import axes, bodies, closed, mirror, relevance
+from attn_compiler.passes.graph.calls import target_name
 from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.onward import Trial
 from attn_compiler.passes.graph.unit import Unit, is_anchor_like
@@ -46,12 +47,15 @@ def handed_on(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _of_parameters(graph: fx.Graph) -> set[fx.Node]:
-    """Return the nodes that depend on a parameter: tokens that a model chose, losses. No mask can be proved from such numbers."""
+    """Return the nodes whose numbers depend on a parameter: tokens that a model chose, losses. No mask can be proved from such numbers.
+
+    Sizes of such a tensor, and tensors that are only made like it, have none of its numbers.
+    """
     found: set[fx.Node] = set()
     for node in graph.nodes:
-        if isinstance(node.meta.get("example_value"), torch.nn.Parameter) or any(
-            x in found for x in node.all_input_nodes
-        ):
+        value, name = node.meta.get("example_value"), target_name(node)
+        has_numbers = isinstance(value, torch.Tensor) and not name.endswith("_like") and not name.startswith("new_")
+        if isinstance(value, torch.nn.Parameter) or (has_numbers and any(x in found for x in node.all_input_nodes)):
             found.add(node)
     return found
 

@@ -75,6 +75,18 @@ def test_what_depends_on_a_parameter_is_no_mask_of_another_graph(of_parameter: b
     assert len(mirroring.handed_on(gm.graph)) == (0 if of_parameter else 3)
 
 
+def test_a_mask_with_the_size_of_what_depends_on_a_parameter_may_be_of_another_graph() -> None:
+    weight = torch.nn.Parameter(torch.randn(S, S))
+
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        made = (x @ weight).detach()
+        at = torch.arange(made.shape[0])
+        return torch.ones_like(made).tril(), made.new_ones(S, S).tril() > 0, at <= at[:, None], made > 0
+
+    gm, _ = captured(function, torch.randn(S, S))
+    assert len(mirroring.handed_on(gm.graph)) == 3
+
+
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
