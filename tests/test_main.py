@@ -99,7 +99,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_model_is_explained(make: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command_line.main(["explain", f"{make}:placed", "--option", "lowering=math"]) == 0
+    assert command_line.main(["explain", f"{make}:placed", "--option", "lowering=math", "--details"]) == 0
     printed = capsys.readouterr().out
     assert "mask      causal\n" in printed
     assert "lowering  math\n" in printed
@@ -135,7 +135,7 @@ def test_what_a_script_compiles_is_reported(make: Path) -> None:
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 3
     assert run.stdout.startswith("ran with --epochs 2\n")
-    assert "mask      causal\n" in run.stdout
+    assert "mask  causal\n" in run.stdout
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -95,6 +96,7 @@ def _compile_with(
     **given: Any,
 ) -> Callable[..., Any]:
     """Compile with parsed options. own, patches: from `options`. given: `mode` and `options` as the user gave them."""
+    begin = time.perf_counter()
     # The next replay of a CUDA graph overwrites its outputs without counting the write.
     is_recorded = False
     if own.inner == "inductor" and any(device.type == "cuda" for device in torch_compat.graph_devices(gm)):
@@ -164,7 +166,7 @@ def _compile_with(
             rewritten.take_back(gm)
             return _compile_with(gm, example_inputs, own, patches, name, **given)
         report = dataclasses.replace(report, kernels=built.seconds)
-    _publish(report, own)
+    _publish(dataclasses.replace(report, compiled_in=time.perf_counter() - begin), own)
     compiled = checked(compiled, plan)
     if not torch_observe.is_ahead_of_time():
         compiled = known_masks.wrap(compiled, () if is_recorded else rewritten.known, rewritten.read)

@@ -140,6 +140,12 @@ class Options:
         given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return {name: _plain(value) for name, value in given.items()}
 
+    def changed(self) -> str:
+        """Return the options that change code and are not the default, as JSON."""
+        known = {f.name: f.default for f in dataclasses.fields(self) if f.metadata.get("changes_code", True)}
+        said = {name: value for name, value in self.to_dict().items() if name in known and value != known[name]}
+        return json.dumps(said, sort_keys=True, default=str)
+
 
 def _plain(value: Any) -> Any:
     if isinstance(value, ContextParallel):

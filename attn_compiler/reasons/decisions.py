@@ -61,11 +61,12 @@ class Decision:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Copy:
-    """A copy that the layout pass put into the graph. bytes: None when a size is symbolic."""
+    """A copy that the layout pass put into the graph. bytes: None when a size is symbolic. remedy: what spares it, if that is known."""
 
     operand: str
     bytes: int | None
     why: str
+    remedy: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,6 +128,12 @@ class Estimate:
     other_milliseconds: float | None
     like: str
     since: str
+
+    @property
+    def words(self) -> str:
+        """For people, in one line."""
+        other = f", {self.other_milliseconds:.3g} by {self.other}" if self.other_milliseconds is not None else ""
+        return f"about {self.milliseconds:.3g} ms a call{other}"
 
     @property
     def gained(self) -> float | None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
-from attn_compiler.reasons.decisions import Reason, Refusal
+from attn_compiler.reasons.decisions import Copy, Reason, Refusal
 from attn_compiler.reporting import wording
 from attn_compiler.reporting.facts import GraphReport, LinearReport, MissReport, SiteReport, UnpadReport
 from attn_compiler.spec.attention import AttentionSpec, TensorSpec
@@ -22,7 +22,8 @@ class Column(Generic[Record]):
     """One fact of a record.
 
     key: its key in the JSON; "": it has none.
-    label: of its row in the table; "": it has none.
+    label: of its row in the table of details; "": it has none.
+    brief: of its row in the short report; "-": it stands in the head of a block; "": it has none.
     title: its name on the page; "": it has none, or another place there.
     read: its value; by default the field `key`.
     words: the value for people; by default a tuple as lines, and anything else as `str` has it.
@@ -31,6 +32,7 @@ class Column(Generic[Record]):
 
     key: str = ""
     label: str = ""
+    brief: str = ""
     title: str = ""
     read: Callable[[Record], Any] | None = None
     words: Callable[[Record], str | tuple[str, ...] | None] | None = None
@@ -53,10 +55,10 @@ REASON: tuple[Column[Reason], ...] = (
 )
 SITE: tuple[Column[SiteReport], ...] = (
     Column(key="modules"),
-    Column(key="lowering", label="lowering", read=lambda x: x.decision.lowering, style="lowering"),
+    Column(key="lowering", label="lowering", read=lambda x: x.decision.lowering, brief="-", style="lowering"),
     Column(key="pattern", label="pattern", title="Written as"),
     Column(key="spec", read=lambda x: json.loads(x.spec.to_text())),
-    Column(key="mask", label="mask", title="Mask", read=lambda x: x.spec.mask.words, style="formula"),
+    Column(key="mask", label="mask", title="Mask", brief="mask", read=lambda x: x.spec.mask.words, style="formula"),
     Column(key="mask_formula", label="formula", title="Formula", read=lambda x: x.spec.mask.formula, style="formula"),
     Column(
         key="mask_unproved",
@@ -79,7 +81,12 @@ SITE: tuple[Column[SiteReport], ...] = (
     Column(label="dtype", title="Computed in", read=lambda x: _dtypes(x.spec)),
     Column(label="q, k, v", read=lambda x: x.spec),
     Column(label="length", title="Length", read=lambda x: x.evidence and x.evidence.length),
-    Column(key="source", label="source", title="Line of the model", style="name"),
+    Column(brief="-", read=lambda x: x.estimate and x.estimate.words),
+    Column(key="source", label="source", title="Line of the model", brief="-", style="name"),
+    Column(brief="why", read=lambda x: _why(x)),
+    Column(brief="copies", read=lambda x: _copies(x.copies)),
+    Column(brief="remedy", read=lambda x: _remedies(x), style="remedy"),
+    Column(key="remedies", label="remedy", title="Remedy", style="remedy"),
     Column(
         key="copies",
         label="copies",
@@ -88,24 +95,28 @@ SITE: tuple[Column[SiteReport], ...] = (
     Column(key="notes", label="notes", title="Notes"),
     *(Column(key=key) for key in ("evidence", "estimate")),
     Column(
-        key="faster", label="faster", title="Faster, if installed", words=lambda x: x.faster.words if x.faster else None
+        key="faster",
+        label="faster",
+        brief="faster",
+        title="Faster, if installed",
+        words=lambda x: x.faster.words if x.faster else None,
     ),
     Column(key="refusals", label="refused", read=lambda x: x.decision.refusals),
 )
 LINEAR: tuple[Column[LinearReport], ...] = (
     Column(key="modules"),
-    Column(key="lowering", label="lowering", read=lambda x: x.decision.lowering, style="lowering"),
-    Column(key="computes", label="computes", title="Computes", read=lambda x: x.spec.words),
+    Column(key="lowering", label="lowering", read=lambda x: x.decision.lowering, brief="-", style="lowering"),
+    Column(key="computes", label="computes", title="Computes", brief="computes", read=lambda x: x.spec.words),
     Column(key="function", label="function", title="Function", words=lambda x: f"{x.function}, proved"),
     Column(key="spec"),
     Column(label="dtype", title="Computed in", read=lambda x: f"{x.spec.dtype}, {_gradient(x.spec.needs_grad)}"),
     Column(label="length", title="Length", read=lambda x: x.spec.length),
-    Column(key="evidence", title="Why"),
+    Column(key="evidence", title="Why", brief="why"),
     Column(key="refusals", label="refused", read=lambda x: x.decision.refusals),
 )
 MISS: tuple[Column[MissReport], ...] = (
     Column(key="modules"),
-    Column(key="anchor", label="anchor", title="Found", style="name"),
+    Column(key="anchor", label="anchor", title="Found", brief="-", style="name"),
     Column(
         key="nearest",
         label="nearest",
@@ -113,8 +124,8 @@ MISS: tuple[Column[MissReport], ...] = (
         words=lambda x: f"{x.nearest}, stopped at {x.stopped_at}",
     ),
     Column(key="stopped_at"),
-    Column(key="source", label="source", title="Line of the model", style="name"),
-    Column(key="reason", label="why"),
+    Column(key="source", label="source", title="Line of the model", brief="-", style="name"),
+    Column(key="reason", label="why", brief="why"),
 )
 UNPAD: tuple[Column[UnpadReport], ...] = (
     Column(key="kept"),
@@ -135,7 +146,10 @@ GRAPH: tuple[Column[GraphReport], ...] = (
     *(Column(key=key) for key in ("num_linear", "linear")),
     Column(key="seconds", read=lambda x: [{"pass": name, "seconds": took} for name, took in x.seconds]),
     Column(key="kernels", read=lambda x: [{"kernel": name, "seconds": took} for name, took in x.kernels]),
-    *(Column(key=key) for key in ("failure", "faults", "from_cache", "not_kept", "untried", "unpad", "dumped")),
+    *(
+        Column(key=key)
+        for key in ("failure", "faults", "from_cache", "not_kept", "untried", "unpad", "dumped", "compiled_in")
+    ),
 )
 _RECORDS: Mapping[type, tuple[Column[Any], ...]] = {
     GraphReport: GRAPH,
@@ -155,6 +169,37 @@ def as_data(value: Any) -> Any:
             return {column.key: as_data(column.value(value)) for column in columns if column.key}
         return {field.name: as_data(getattr(value, field.name)) for field in dataclasses.fields(value)}
     return [as_data(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _why(site: SiteReport) -> str:
+    """Return why this lowering computes the site: what is unknown of its mask, the measurement, who refused."""
+    unproved, evidence, refused = wording.unproved(site.spec.mask), site.evidence, by_reasons(site.decision.refusals)
+    lines = [f"not proved, since {unproved}"] if unproved else []
+    lines += [f"proved, read as a dense tensor: {_added(site.spec)}"] if site.proved_as_dense else []
+    if evidence is not None and site.decision.lowering in evidence.order:
+        lines.append(f"{'measured' if evidence.measured else 'not measured here'}, {evidence.since}: {evidence.why}")
+    if site.decision.lowering == "untouched":
+        told = (
+            (names, "; ".join(f"{x.rule}, observed {x.observed} ({x.code})" for x in all_)) for names, all_ in refused
+        )
+    else:
+        told = ((names, ", ".join(dict.fromkeys(str(x.code) for x in all_))) for names, all_ in refused)
+    said = [f"{' and '.join(names)} ({reasons})" for names, reasons in told]
+    return "; ".join([*lines, *([f"refused: {', '.join(said)}"] if said else [])])
+
+
+def _remedies(site: SiteReport) -> tuple[str, ...]:
+    """Return what a user can do about the site: those of its model's code, and of all refusals if no kernel takes it."""
+    refused = site.decision.refusals if site.decision.lowering == "untouched" else ()
+    return tuple(dict.fromkeys([*site.remedies, *(reason.advice for one in refused for reason in one.reasons)]))
+
+
+def _copies(copies: Iterable[Copy]) -> tuple[str, ...]:
+    """Return a line for each cause of copies."""
+    same: dict[str, list[str]] = {}
+    for copy in copies:
+        same.setdefault(copy.why, []).append(f"{copy.operand} {size(copy.bytes)}")
+    return tuple(f"{', '.join(operands)}: {why}" for why, operands in same.items())
 
 
 def _dtypes(spec: AttentionSpec) -> str:

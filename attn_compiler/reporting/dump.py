@@ -98,7 +98,7 @@ class Dumper:
         if self._directory is not None:
             with self._error_ends_dump():
                 self._write_file("report.json", report.to_json())
-                self._write_file("report.txt", str(report))
+                self._write_file("report.txt", report.details())
                 self._write_file("report.html", report.to_html())
 
     @contextlib.contextmanager

@@ -56,6 +56,8 @@ class SiteReport:
     faster: a lowering measured to be faster on such sites, of a package that is not installed; None without one.
     texts: of the leaf ops that compute it, the keys of their failures.
     reads_pairs: the lowering reads a mask or bias with an element for each pair of a query and a key.
+    remedies: lines of the model's code that spare copies or make the mask known.
+    target, options: as in GraphReport, and the options of the compilation that are not the default, as JSON.
     """
 
     modules: tuple[str, ...]
@@ -70,6 +72,9 @@ class SiteReport:
     faster: Faster | None = None
     texts: tuple[str, ...] = ()
     reads_pairs: bool = False
+    remedies: tuple[str, ...] = ()
+    target: str = ""
+    options: str = "{}"
 
     @property
     def proved_as_dense(self) -> bool:
@@ -146,6 +151,7 @@ class GraphReport:
     unpad: the result of unpadding; None if nobody asked for it.
     untried: installed releases that are newer than all that this version was tried with.
     linear: layers of linear attention whose functions were captured.
+    compiled_in: seconds from Dynamo's graph to its code, the passes included; None if nothing was compiled.
     dumped: the directory with the graph before and after each pass; None if nobody asked for it.
     """
 
@@ -162,6 +168,7 @@ class GraphReport:
     untried: tuple[str, ...] = ()
     unpad: UnpadReport | None = None
     linear: tuple[LinearReport, ...] = ()
+    compiled_in: float | None = field(default=None, compare=False)
     dumped: str | None = field(default=None, compare=False)
 
     @property

@@ -63,7 +63,7 @@ def publish(report: Report, options: Options) -> None:
         _published.append(report)
     log.info("%s", wording.introduction(report) if is_first else wording.summary(report))
     if log.isEnabledFor(logging.DEBUG):
-        log.debug("%s", report)
+        log.debug("%s", report.details())
     dump.finished(report)
     torch_observe.add_to_counters(counts(report))
     torch_compat.trace_artifact(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group, RenderableType
@@ -46,6 +46,49 @@ def plain(view: RenderableType, width: int = WIDTH) -> str:
     return "\n".join(line.rstrip() for line in buffer.getvalue().rstrip().splitlines())
 
 
+def brief_view(reports: Sequence[GraphReport]) -> RenderableType:
+    """Return a line for each graph and a block for each kind of attention in it. Graphs without attention share one line."""
+    if not reports:
+        return Text(_NO_GRAPH)
+    shown = [report for report in reports if wording.has_content(report) or len(reports) == 1]
+    empty = [report for report in reports if len(reports) > 1 and not wording.has_content(report)]
+    views: list[RenderableType] = []
+    for place, report in enumerate(shown):
+        if not place or report.target != shown[place - 1].target:
+            views.append(_text(f"attn_compiler on {report.target}"))
+            views += [_text(said) for said in report.untried]
+        views += [_text(_line(report), "bold"), *_slow(report), *_trouble(report)]
+        if report.unpad is not None:
+            views.append(_unpad_block(report.unpad))
+        views += [_brief(f"[{number}]", SITE, site) for number, site in enumerate(report.sites, start=1)]
+        views += [_brief(f"[linear {number}]", LINEAR, one) for number, one in enumerate(report.linear, start=1)]
+        views += [_brief("[miss]", MISS, miss) for miss in report.misses]
+    views += [_text(wording.without_attention(empty))] if empty else []
+    views += [_text(f"total: {wording.totals(reports)}", "bold")] if len(reports) > 1 else []
+    return Group(*views)
+
+
+def _line(report: GraphReport) -> str:
+    """Return one line on a graph: what was found, and what the passes took of its compilation."""
+    took, whole = report.total_seconds, report.compiled_in
+    share = f", {took / whole:.0%} of {wording.duration(whole)} to compile it" if whole else ""
+    passes = f"; passes took {wording.duration(took)}{share}" if report.seconds else ""
+    return f"graph {report.graph}: {what_was_found(report)}{passes}{', from the cache' if report.from_cache else ''}"
+
+
+def _slow(report: GraphReport) -> list[RenderableType]:
+    """Name the passes that took more than a tenth of the graph's compilation."""
+    least = _SHARE_OF_A_STEP * (report.compiled_in or report.total_seconds)
+    slow = [f"{name} {wording.duration(took)}" for name, took in report.seconds if took > least]
+    return [_text(f"    slow: {', '.join(slow)}")] if slow and report.compiled_in else []
+
+
+def _brief(mark: str, columns: Iterable[Column[Any]], record: SiteReport | LinearReport | MissReport) -> RenderableType:
+    head = [", ".join(abbreviate(record.modules))]
+    head += [line for column in columns if column.brief == "-" for line in column.lines(record)]
+    return _block(f"{mark} {' · '.join(head)}", {c: c.brief for c in columns if c.brief not in ("", "-")}, record)
+
+
 def reports_view(reports: Sequence[GraphReport]) -> RenderableType:
     """Return every graph's report, and the totals if there are several. Graphs without attention share one line."""
     if not reports:
@@ -64,9 +107,9 @@ def reports_view(reports: Sequence[GraphReport]) -> RenderableType:
 
 def report_view(report: GraphReport) -> RenderableType:
     """Return one graph's report: a line of totals, a block for each distinct site, then the misses."""
-    blocks = [_block(f"[{number}]", SITE, site) for number, site in enumerate(report.sites, start=1)]
-    blocks += [_block(f"[linear {number}]", LINEAR, one) for number, one in enumerate(report.linear, start=1)]
-    blocks += [_block("[miss]", MISS, miss) for miss in report.misses]
+    blocks = [_detailed(f"[{number}]", SITE, site) for number, site in enumerate(report.sites, start=1)]
+    blocks += [_detailed(f"[linear {number}]", LINEAR, one) for number, one in enumerate(report.linear, start=1)]
+    blocks += [_detailed("[miss]", MISS, miss) for miss in report.misses]
     head: list[RenderableType] = [
         _text(f"attn_compiler · graph {report.graph} · {report.target}", "bold"),
         _text(what_was_found(report)),
@@ -81,14 +124,19 @@ def report_view(report: GraphReport) -> RenderableType:
         head.append(_text(f"rewrite: not kept for the next process: {report.not_kept}"))
     if report.kernels:
         head.append(_times("kernels compiled:", report.kernels))
+    head += _trouble(report)
+    if report.unpad is not None:
+        head.append(_unpad_block(report.unpad))
+    return Group(*head, *(part for block in blocks for part in (Text(), block)))
+
+
+def _trouble(report: GraphReport) -> list[RenderableType]:
+    head: list[RenderableType] = []
     if report.failure:
         message, _, details = report.failure.partition("\n")
         head.append(_text(f"FAILED, the graph was left as it was: {message}", "bold red"))
         head += [Padding(_text(details.rstrip()), (0, 0, 0, 4))] if details.strip() else []
-    head += [_text(f"FAULT: {fault}", "bold red") for fault in report.faults]
-    if report.unpad is not None:
-        head.append(_unpad_block(report.unpad))
-    return Group(*head, *(part for block in blocks for part in (Text(), block)))
+    return [*head, *(_text(f"FAULT: {fault}", "bold red") for fault in report.faults)]
 
 
 def _unpad_block(unpad: UnpadReport) -> RenderableType:
@@ -104,7 +152,7 @@ def _unpad_block(unpad: UnpadReport) -> RenderableType:
 
 
 def abbreviate(modules: Iterable[str]) -> list[str]:
-    """Join module paths that differ in their layer numbers alone: "model.layers.{0..31}.self_attn ×32". Exact: the abbreviations together
+    """Join module paths that differ in their layer numbers alone: "model.layers.0-31.self_attn ×32". Exact: the abbreviations together
     name every path as often as it was given, and no other path."""
     families: dict[tuple[tuple[str, ...], int], list[tuple[int, ...]]] = {}
     for path, times in Counter(modules).items():
@@ -136,10 +184,8 @@ def _boxes(rows: Sequence[tuple[int, ...]]) -> list[tuple[tuple[int, ...], ...]]
 
 
 def _numbers(values: tuple[int, ...]) -> str:
-    """Return "7", "{0..31}", "{0,2,..,30}", "{0..4,6..10}"."""
-    if len(values) == 1:
-        return str(values[0])
-    step = values[1] - values[0]
+    """Return "7", "0-31", "{0,2,..,30}", "{0-4,6-10}"."""
+    step = values[1] - values[0] if len(values) > 1 else 1
     if step > 1 and len(values) > 3 and values == tuple(range(values[0], values[-1] + 1, step)):
         return f"{{{values[0]},{values[1]},..,{values[-1]}}}"
     runs: list[list[int]] = []
@@ -148,8 +194,8 @@ def _numbers(values: tuple[int, ...]) -> str:
             runs[-1].append(value)
         else:
             runs.append([value])
-    parts = [f"{run[0]}..{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs]
-    return "{" + ",".join(parts) + "}"
+    parts = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
+    return parts[0] if len(parts) == 1 else "{" + ",".join(parts) + "}"
 
 
 def middle_left_out(words: str) -> str:
@@ -160,14 +206,22 @@ def middle_left_out(words: str) -> str:
     return f"{words[: _LONGEST - _END]} … ({left_out} characters left out, which the JSON has) … {words[-_END:]}"
 
 
-def _block(mark: str, columns: Iterable[Column[Any]], record: SiteReport | LinearReport | MissReport) -> RenderableType:
+def _detailed(
+    mark: str, columns: Iterable[Column[Any]], record: SiteReport | LinearReport | MissReport
+) -> RenderableType:
+    return _block(f"{mark} {', '.join(abbreviate(record.modules))}", {c: c.label for c in columns if c.label}, record)
+
+
+def _block(
+    head: str, columns: Mapping[Column[Any], str], record: SiteReport | LinearReport | MissReport
+) -> RenderableType:
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(no_wrap=True, style="dim")
     grid.add_column(overflow="fold")
-    for column in columns:
-        for place, row in enumerate(_rows(column, record) if column.label else ()):
-            grid.add_row("" if place else column.label, row)
-    return Group(_text(f"{mark} {', '.join(abbreviate(record.modules))}", "bold"), Padding(grid, (0, 0, 0, 4)))
+    for column, label in columns.items():
+        for place, row in enumerate(_rows(column, record)):
+            grid.add_row("" if place else label, row)
+    return Group(_text(head, "bold"), Padding(grid, (0, 0, 0, 4)))
 
 
 def _rows(column: Column[Any], record: SiteReport | LinearReport | MissReport) -> list[RenderableType]:

@@ -63,17 +63,23 @@ class _Outputs(ABC):
     def __str__(self) -> str:
         from attn_compiler.reporting import render
 
-        return render.plain(render.reports_view(self._graphs))
+        return render.plain(render.brief_view(self._graphs))
 
     def __rich__(self) -> RenderableType:
         from attn_compiler.reporting import render
 
-        return render.reports_view(self._graphs)
+        return render.brief_view(self._graphs)
+
+    def details(self) -> str:
+        """Return all facts as text: operands, formulas, each refusal with its remedy."""
+        from attn_compiler.reporting import render
+
+        return render.plain(render.reports_view(self._graphs))
 
 
 class Report(_Outputs, GraphReport):
-    """One graph handed to the backend: the fields of GraphReport. str(report) is the plain table, 88 columns wide; rich's print shows it in
-    colour."""
+    """One graph handed to the backend: the fields of GraphReport. str(report) is a short text, 88 columns wide; rich's print shows it in
+    colour; `details()` has everything."""
 
     __slots__ = ()
 

@@ -39,7 +39,7 @@ padding: left out
   real tokens of the last batches: 50%, 25%
   padding was computed: 1 time, since not: the first key is real
 
-[1] model.layers.{0..4}.self_attn ×5
+[1] model.layers.0-4.self_attn ×5
     lowering  hopper
     pattern   sdpa call
     mask      causal ∧ key padding attention_mask[b, k] (proved)
@@ -62,7 +62,7 @@ padding: left out
                 remedy: on a GPU, leave the choice to the compiler: our Triton kernels
                 apply the softcap
 
-[linear 1] mixer.{0,1} ×2
+[linear 1] mixer.0-1 ×2
     lowering  linear_reference
     computes  gated delta rule, 4 heads of 5/7, 2 of q and k, decay a head, with a state
     function  models:delta, proved
@@ -79,6 +79,30 @@ padding: left out
     why      rule: the softmax runs over the keys; observed: axis 1 of 3 (AC503)
              remedy: softmax(-1)"""
 
+BRIEF = """\
+attn_compiler on cuda sm90, cuDNN 9.19.0, torch 2.13.0
+graph 0/0: 5 attention sites of 1 kind, 2 layers of linear attention (linear_reference
+2), 1 miss; passes took 254 ms, 25% of 1.00 s to compile it
+    slow: mirror 250 ms
+padding: left out
+  0 at padding: last_hidden_state, pooled
+  asked at each call: rows begin with a token
+  notes: a note
+  real tokens of the last batches: 50%, 25%
+  padding was computed: 1 time, since not: the first key is real
+[1] model.layers.0-4.self_attn ×5 · hopper · about 0.25 ms a call, 0.75 by sdpa_cudnn ·
+modeling_llama.py:120
+    mask    causal ∧ key padding attention_mask[b, k] (proved)
+    why     measured, 2026-11-23: times the fastest: hopper 1.00, triton 1.37; refused:
+            fa4 (AC105, AC301), cudnn and flash (AC301)
+    copies  v 1.0 MB: its last stride is 2, the kernel reads 1
+[linear 1] mixer.0-1 ×2 · linear_reference
+    computes  gated delta rule, 4 heads of 5/7, 2 of q and k, decay a head, with a state
+    why       the only one on a CPU
+[miss] pool.attn · softmax(dim=1) · vit.py:87
+    why  rule: the softmax runs over the keys; observed: axis 1 of 3 (AC503)
+         remedy: softmax(-1)"""
+
 #: the JSON's values that are no words; keys of words are in KEYS alone
 NOT_INSTALLED = '{"code": "AC105", "rule": "flash-attn-4 is installed", "observed": "none", "remedy": "pip install \'attn_compiler[fa4]\'"}'
 CAPPED = (
@@ -93,7 +117,8 @@ JSON: list[dict[str, Any]] = json.loads(f"""[
  "refusals": [{{"lowering": "fa4", "reasons": [{NOT_INSTALLED}, {CAPPED}], "when_built": false}},
               {{"lowering": "cudnn", "reasons": [{CAPPED}], "when_built": false}},
               {{"lowering": "flash", "reasons": [{CAPPED}], "when_built": false}}],
- "copies": [{{"operand": "v", "bytes": 1048576, "why": "its last stride is 2, the kernel reads 1"}}],
+ "copies": [{{"operand": "v", "bytes": 1048576, "why": "its last stride is 2, the kernel reads 1", "remedy": null}}],
+ "remedies": [],
  "notes": ["K/V read without their 4-fold repetition"],
  "evidence": {{"order": ["fa4", "hopper", "triton"], "why": "times the fastest: hopper 1.00, triton 1.37", "since": "2026-11-23",
                "measured": true, "length": null}},
@@ -110,7 +135,7 @@ JSON: list[dict[str, Any]] = json.loads(f"""[
 #: never one less: tools read them
 KEYS = [
     "modules pattern spec mask mask_formula mask_unproved reads_pairs proved_as_dense score score_added "
-    "lowering refusals copies notes source evidence estimate faster",
+    "lowering refusals copies notes source evidence estimate faster remedies",
     "modules computes function spec lowering refusals evidence",
     "modules anchor nearest stopped_at reason source",
 ]
@@ -118,7 +143,7 @@ GRAPH: dict[str, Any] = json.loads("""{
  "version": 1, "graph": "0/0", "target": "cuda sm90, cuDNN 9.19.0, torch 2.13.0", "num_sites": 5, "num_misses": 1, "num_linear": 2,
  "seconds": [{"pass": "mirror", "seconds": 0.25}, {"pass": "match", "seconds": 0.0042}],
  "kernels": [{"kernel": "attention_forward", "seconds": 1.5}],
- "failure": null, "faults": [], "from_cache": false, "not_kept": null, "untried": [], "dumped": null,
+ "failure": null, "faults": [], "from_cache": false, "not_kept": null, "untried": [], "dumped": null, "compiled_in": null,
  "unpad": {"kept": null, "module": null, "source": null, "zeroed": ["last_hidden_state", "pooled"], "facts": ["rows begin with a token"],
            "notes": ["a note"],
            "last": [{"fill": 0.5, "number": 32, "failed": []}, {"fill": 0.25, "number": 16, "failed": ["the first key is real"]}]}
@@ -174,7 +199,36 @@ def _blocks() -> list[str]:
 
 
 def test_the_table_has_everything() -> None:
-    assert str(EVERYTHING) == TEXT
+    assert EVERYTHING.details() == TEXT
+
+
+def test_the_short_report_has_what_decides() -> None:
+    assert str(dataclasses.replace(EVERYTHING, compiled_in=1.0)) == BRIEF
+    quick = str(dataclasses.replace(EVERYTHING, compiled_in=10.0))
+    assert "passes took 254 ms, 3% of 10.00 s" in quick
+    assert "slow:" not in quick
+    assert "passes took 254 ms\npadding" in str(EVERYTHING)
+
+
+def test_a_site_that_no_kernel_takes_says_all_and_what_helps() -> None:
+    copy = dataclasses.replace(SITE.copies[0], operand="k", remedy="use_cache=False")
+    left = dataclasses.replace(SITE.decision, lowering="untouched")
+    shown = str(with_site(decision=left, copies=(copy, *SITE.copies), remedies=("use_cache=False",), faster=FASTER))
+    assert _of_row(shown, "copies") == "k 1.0 MB, v 1.0 MB: its last stride is 2, the kernel reads 1"
+    assert _of_row(shown, "remedy") == f"use_cache=False {INSTALL} {pages.advice(Code.SOFTCAP)}"
+    assert _of_row(shown, "faster").startswith("fa4 was 1.25 times as fast")
+    assert "refused: fa4 (flash-attn-4 is installed, observed none (AC105); the kernel" in _of_row(shown, "why")
+
+
+def test_six_kinds_fit_a_screen() -> None:
+    masks_ = [dataclasses.replace(SPEC, mask=masks.MaskSpec(dense=DENSE, reason=f"it adds {n}")) for n in range(3)]
+    changed = [{"spec": spec} for spec in masks_] + [{"faster": FASTER}, {"reads_pairs": True}, {"copies": ()}]
+    sites = tuple(dataclasses.replace(SITE, **each) for each in changed)  # type: ignore[arg-type]
+    report = Report(graph="0/0", target=REPORT.target, sites=sites, misses=REPORT.misses, seconds=REPORT.seconds)
+    empty = [Report(graph=f"{n}/0", target=REPORT.target) for n in range(1, 20)]
+    lines = render.plain(render.brief_view((report, *empty)), width=120).splitlines()
+    assert [line[:3] for line in lines if line.startswith("[")] == ["[1]", "[2]", "[3]", "[4]", "[5]", "[6]", "[mi"]
+    assert len(lines) <= 40
 
 
 def test_the_json_has_everything_and_the_tables_words() -> None:
@@ -226,7 +280,7 @@ def test_a_fact_is_the_same_in_each_output(label: str) -> None:
     changes, words = SAID[label]
     report = with_site(**changes)
     (column,) = [column for column in columns.SITE if column.label == label]
-    assert _of_row(str(report), label) == words
+    assert _of_row(report.details(), label) == words
     assert _facts(_cards(report)[0])[column.title] == words
     (row,) = report.to_dict()["sites"]
     assert row.get(column.key, words) in (words, dataclasses.asdict(FASTER), True)
@@ -235,7 +289,9 @@ def test_a_fact_is_the_same_in_each_output(label: str) -> None:
 def test_facts_that_a_site_lacks_have_no_row_and_a_null() -> None:
     bare = dataclasses.replace(SITE, copies=(), notes=(), source=None, evidence=None, estimate=None)
     report = dataclasses.replace(REPORT, sites=(bare,), misses=())
-    assert not re.search("copies|notes|source|length|faster|added|unproved|read as", str(report).partition("[1]")[2])
+    assert not re.search(
+        "copies|notes|source|length|faster|added|unproved|read as", report.details().partition("[1]")[2]
+    )
     card = _cards(report)[0]
     assert not {"Notes", "Line of the model", "Length", "Added to scores"} & _facts(card).keys()
     assert "No operand is copied." in card.text
@@ -246,8 +302,8 @@ def test_facts_that_a_site_lacks_have_no_row_and_a_null() -> None:
 def test_several_lines_of_a_fact() -> None:
     copies = (*SITE.copies, Copy(operand="k", bytes=None, why="an expanded axis"))
     report = with_site(notes=("one", "[red]two"), copies=copies)
-    assert _of_row(str(report), "notes") == "one [red]two"
-    assert _of_row(str(report), "copies").endswith("reads 1 k, size known at run time: an expanded axis")
+    assert _of_row(report.details(), "notes") == "one [red]two"
+    assert _of_row(report.details(), "copies").endswith("reads 1 k, size known at run time: an expanded axis")
     card = _cards(report)[0]
     assert [item.text for item in card.one("dl").all("li")] == ["one", "[red]two"]
     assert _rows(card, "Copies")[1] == ["k", "size known at run time", "an expanded axis"]
@@ -256,7 +312,7 @@ def test_several_lines_of_a_fact() -> None:
 def test_symbolic_sizes() -> None:
     q = TensorSpec(shape=("s0", 8, "s1", 64), strides=("512*s1", 64, 512, 1), dtype="bfloat16", requires_grad=True)
     report = with_site(spec={"q": q})
-    assert "q bfloat16[s0, 8, s1, 64] strides (512*s1, 64, 512, 1)" in _of_row(str(report), "q, k, v")
+    assert "q bfloat16[s0, 8, s1, 64] strides (512*s1, 64, 512, 1)" in _of_row(report.details(), "q, k, v")
     assert _rows(_cards(report)[0], "What it reads")[0][-1] == "size known at run time"
     assert AttentionSpec.from_text(json.dumps(report.to_dict()["sites"][0]["spec"])) == report.sites[0].spec
 
@@ -269,7 +325,7 @@ def test_a_long_mask_loses_its_middle_in_the_table_and_is_folded_on_the_page() -
     ]
     mask = masks.MaskSpec(kinds=(masks.Formula(condition=ix.apply("or", *several)),), dense=DENSE)
     report = with_site(spec={"mask": mask})
-    shown = _of_row(str(report), "mask")
+    shown = _of_row(report.details(), "mask")
     assert len(mask.words) > 1000
     assert "characters left out, which the JSON has" in shown
     assert len(shown) < 600
@@ -282,7 +338,7 @@ def test_a_long_mask_loses_its_middle_in_the_table_and_is_folded_on_the_page() -
     ("record", "listed", "elsewhere"),
     [
         (GraphReport, columns.GRAPH, set()),
-        (SiteReport, columns.SITE, {"decision", "texts"}),
+        (SiteReport, columns.SITE, {"decision", "texts", "target", "options"}),
         (LinearReport, columns.LINEAR, {"decision"}),
         (MissReport, columns.MISS, set()),
         (UnpadReport, columns.UNPAD, {"steps"}),
@@ -308,7 +364,7 @@ def test_nothing_is_lost_when_lines_are_broken() -> None:
     path = "encoder." + "x" * 150
     observed = " ".join(f"word{i}" for i in range(60))
     refusal = Refusal(lowering="cudnn", reasons=(Reason(code=Code.DTYPE, rule="r", observed=observed),))
-    text = str(with_site(modules=(path,), decision=Decision(lowering="sdpa", refusals=(refusal,))))
+    text = with_site(modules=(path,), decision=Decision(lowering="sdpa", refusals=(refusal,))).details()
     assert max(map(len, text.splitlines())) <= render.WIDTH
     assert path in text.replace("\n", "")
     assert re.findall(r"word\d+", text) == observed.split()
@@ -318,7 +374,7 @@ def test_nothing_is_lost_when_lines_are_broken() -> None:
 def test_plain_text_never_has_colours_or_markup(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     monkeypatch.setenv(variable, "1")
     monkeypatch.setenv("COLUMNS", "40")
-    text = str(with_site(pattern="[bold]not markup[/bold] :warning:", notes=("[red]",)))
+    text = with_site(pattern="[bold]not markup[/bold] :warning:", notes=("[red]",)).details()
     assert "\x1b" not in text
     assert "[bold]not markup[/bold] :warning:" in text
     assert "notes     [red]" in text

@@ -69,7 +69,7 @@ def test_publish_logs(caplog: pytest.LogCaptureFixture, level: int, shows_table:
     ]
     summary = wording.introduction(published)
     assert summary.endswith("save('report.html') shows why")
-    assert lines == [(logging.INFO, summary), *([(logging.DEBUG, str(published))] if shows_table else [])]
+    assert lines == [(logging.INFO, summary), *([(logging.DEBUG, published.details())] if shows_table else [])]
 
 
 def test_the_first_graph_with_attention_is_told_of_more_and_later_ones_are_not(
@@ -88,7 +88,7 @@ def test_the_first_graph_with_attention_is_told_of_more_and_later_ones_are_not(
 
 def test_publish_formats_no_table_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publishing.log, "level", logging.INFO)
-    monkeypatch.setattr(Report, "__str__", _must_not_be_called)
+    monkeypatch.setattr(Report, "details", _must_not_be_called)
     monkeypatch.setattr(Report, "to_dict", _must_not_be_called)
     monkeypatch.setattr(torch_compat, "trace_artifact", lambda name, payload, *, encoding: None)
     publishing.publish(REPORT, Options())

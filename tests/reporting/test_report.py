@@ -28,8 +28,8 @@ EMPTY = [Report(graph=f"{i}/0", target=TARGET) for i in range(25)]
 # Heads.
 def test_a_graph_without_attention_says_so() -> None:
     assert str(EMPTY[1]).splitlines() == [
-        f"attn_compiler · graph 1/0 · {TARGET}",
-        "0 sites: no attention was found in this graph",
+        f"attn_compiler on {TARGET}",
+        "graph 1/0: 0 sites: no attention was found in this graph",
     ]
     assert EMPTY[1].to_dict().keys() == REPORT.to_dict().keys()
 
@@ -70,10 +70,15 @@ def test_reports_merge() -> None:
     assert repr(merged) == (
         "<Reports: 3 graphs, 10 attention sites (hopper 10), 2 misses, 508 ms in passes; print() shows the table>"
     )
-    assert str(merged) == (
-        f"{REPORT}\n\n{REPORT}\n\n1 graph without attention: 1/0\n\n"
-        "total: 3 graphs, 10 attention sites (hopper 10), 2 misses, 508 ms in passes"
+    total = (
+        "1 graph without attention: 1/0{}\ntotal: 3 graphs, 10 attention sites (hopper 10), 2 misses, 508 ms in passes"
     )
+    own = str(REPORT)
+    again = own.partition("\n")[2]
+    assert str(merged) == "\n".join([own, again, total.format("")])
+    assert merged.details() == "\n\n".join([*[REPORT.details()] * 2, total.format("\n")])
+    other = dataclasses.replace(REPORT, target="cpu")
+    assert "attn_compiler on cpu\ngraph 0/0: 5" in str(Reports((REPORT, other)))
     assert str(Reports((REPORT,))) == str(REPORT)
 
 
@@ -150,13 +155,13 @@ def test_the_first_line_of_a_process_stays_a_line() -> None:
         (["attn"], ["attn"]),
         ([""], ["(the model itself)"]),
         (["attn", "attn"], ["attn ×2"]),
-        (["l.0.a", "l.1.a"], ["l.{0,1}.a ×2"]),
+        (["l.0.a", "l.1.a"], ["l.0-1.a ×2"]),
         ([f"l.{i}.a" for i in range(0, 12, 2)], ["l.{0,2,..,10}.a ×6"]),
-        ([f"l.{i}.a" for i in (0, 1, 2, 3, 4, 6, 7, 8, 10)], ["l.{0..4,6..8,10}.a ×9"]),
-        ([f"l.{i}.b.{j}.a" for i in range(4) for j in range(2)], ["l.{0..3}.b.{0,1}.a ×8"]),
-        (["l.0.b.0", "l.0.b.1", "l.1.b.0"], ["l.0.b.{0,1} ×2", "l.1.b.0"]),
-        (["layers[0].attn2", "layers[1].attn2"], ["layers[{0,1}].attn2 ×2"]),
-        (["l.0.a", "l.0.c", "l.1.a", "l.1.c"], ["l.{0,1}.a ×2", "l.{0,1}.c ×2"]),
+        ([f"l.{i}.a" for i in (0, 1, 2, 3, 4, 6, 7, 8, 10)], ["l.{0-4,6-8,10}.a ×9"]),
+        ([f"l.{i}.b.{j}.a" for i in range(4) for j in range(2)], ["l.0-3.b.0-1.a ×8"]),
+        (["l.0.b.0", "l.0.b.1", "l.1.b.0"], ["l.0.b.0-1 ×2", "l.1.b.0"]),
+        (["layers[0].attn2", "layers[1].attn2"], ["layers[0-1].attn2 ×2"]),
+        (["l.0.a", "l.0.c", "l.1.a", "l.1.c"], ["l.0-1.a ×2", "l.0-1.c ×2"]),
         (["l.0.a", "l.0.a", "l.1.a"], ["l.0.a ×2", "l.1.a"]),
         (["l.00.a", "l.0.a"], ["l.00.a", "l.0.a"]),
     ],
@@ -169,18 +174,18 @@ def _expand(line: str) -> Counter[str]:
     """What an abbreviation stands for, read as a person would: an oracle with its own parser."""
     path, _, times = line.partition(" ×")
     choices = []
-    for piece in re.split(r"(\{[^}]*\})", path):
-        if not piece.startswith("{"):
+    for piece in re.split(r"(\{[^}]*\}|(?<!\w)\d+-\d+(?!\w))", path):
+        if not re.match(r"\{|\d+-", piece):
             choices.append([piece])
             continue
         numbers: list[int] = []
-        items = piece[1:-1].split(",")
+        items = piece.strip("{}").split(",")
         if ".." in items:
             first, second, last = int(items[0]), int(items[1]), int(items[3])
             numbers = list(range(first, last + 1, second - first))
         else:
             for item in items:
-                low, _, high = item.partition("..")
+                low, _, high = item.partition("-")
                 numbers += range(int(low), int(high or low) + 1)
         choices.append([str(number) for number in numbers])
     paths = ["".join(parts) for parts in itertools.product(*choices)]

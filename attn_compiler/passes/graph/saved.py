@@ -39,6 +39,9 @@ from attn_compiler.torch_private.op_library import NAMESPACE
 #: calls whose body runs again in the backward, from its inputs: its tensors are not saved, except attention that users keep
 _RUN_AGAIN = frozenset({"tag_activation_checkpoint"})
 
+_RETURNED = "the graph returns it, and it may be written to before the backward"
+_NO_CACHE = "return no keys and values in training: model(..., use_cache=False), or config.use_cache = False"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Danger:
@@ -160,7 +163,8 @@ def copy(operand: str, node: fx.Node, why: str) -> Copy:
     value: torch.Tensor = node.meta["example_value"]
     is_known = not any(isinstance(size, torch.SymInt) for size in value.shape)
     size = value.numel() * value.element_size() if is_known else None
-    return Copy(operand=operand, bytes=size, why=f"{why}, and the backward reads it")
+    remedy = _NO_CACHE if why == _RETURNED and operand in ("k", "v") else None
+    return Copy(operand=operand, bytes=size, why=f"{why}, and the backward reads it", remedy=remedy)
 
 
 def _from_outside(unit: Unit, memory: Storages, *, is_written: bool) -> Danger | None:
@@ -169,7 +173,7 @@ def _from_outside(unit: Unit, memory: Storages, *, is_written: bool) -> Danger |
     is_output = bool(reached.returned & memory)
     if not unit.is_body:
         if is_output:
-            return Danger(why="the graph returns it, and it may be written to before the backward", by_user=True)
+            return Danger(why=_RETURNED, by_user=True)
         if reached.given & memory and (is_written or not reached.parameters & memory):
             return Danger(why="the graph is given it, and it may be written to before the backward", by_user=True)
         return None

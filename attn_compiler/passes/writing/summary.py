@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from torch import fx
 
@@ -25,6 +25,11 @@ from attn_compiler.reporting.report import Report
 from attn_compiler.spec import tried
 from attn_compiler.spec.target import Target
 from attn_compiler.torch_private import compat as torch_compat
+
+_MAKE_INSIDE = (
+    "make the mask in compiled code: attn_compiler.integrations.transformers.compile_model(model) for generate, "
+    "compile_model(model, per_layer=True) for layers of Hugging Face models"
+)
 
 
 def report(
@@ -136,7 +141,18 @@ def _row(found: list[tuple[Unit, Site]], targets: Mapping[str, Target]) -> SiteR
         estimate=first.estimate,
         faster=first.faster,
         texts=tuple(dict.fromkeys(text for _, site in found for text in site.texts)),
+        remedies=tuple(dict.fromkeys(_remedies(found))),
+        target=targets[first.spec.device].words,
+        options=found[0][0].options.changed(),
     )
+
+
+def _remedies(found: list[tuple[Unit, Site]]) -> Iterator[str]:
+    """Yield what spares copies of the sites, and what makes their mask known, where the cause is known."""
+    for _, site in found:
+        yield from (copy.remedy for copy in site.copies if copy.remedy is not None)
+        if COMES_IN in site.notes:
+            yield _MAKE_INSIDE
 
 
 def _miss_rows(units: list[Unit]) -> list[MissReport]:

@@ -314,7 +314,7 @@ OBJECTS: dict[str, Callable[[object], Any]] = {
 
 
 def _reported() -> str:
-    return " ".join(str(attn_compiler.reports()[-1]).split())
+    return " ".join(attn_compiler.reports()[-1].details().split())
 
 
 @pytest.mark.parametrize("name", OBJECTS)

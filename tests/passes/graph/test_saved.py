@@ -119,6 +119,19 @@ def test_a_copy_has_the_bytes_of_what_is_read_and_not_of_what_the_model_makes() 
     assert copies(function, *learned(SHAPE, FEW, FEW)) == {"k": elements * 4, "v": elements * 4 // 2}
 
 
+@pytest.mark.parametrize("returns", [True, False])
+def test_copies_of_keys_that_are_returned_have_a_remedy(returns: bool) -> None:
+    def function(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        kept = k.sin()
+        out = attend(q.sin(), kept.repeat_interleave(2, 1), v.sin().repeat_interleave(2, 1))
+        return (out.exp(), *((kept,) if returns else ()))
+
+    run = compiled(function, lowering="reference")
+    run(*learned(SHAPE, FEW, FEW))
+    assert [copy.operand for copy in run.site.copies if copy.remedy is not None] == ["k"] * returns
+    assert ["use_cache=False" in remedy for remedy in run.site.remedies] == [True] * returns
+
+
 def test_bytes_of_symbolic_sizes_are_not_known() -> None:
     run = compiled(lambda q, k: attend(q * 2, k, k).exp(), dynamic=True, lowering="reference")
     run(*learned(SHAPE, SHAPE))

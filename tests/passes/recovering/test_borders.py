@@ -127,6 +127,7 @@ def test_numbers_that_may_mask_and_come_in_are_said_to(shape: tuple[int, ...], g
     run = compiled(lambda q, bias: F.scaled_dot_product_attention(q, q, q, attn_mask=bias), lowerings=["reference"])
     run(torch.randn(B, H, S, D), torch.randn(shape, requires_grad=grad))
     assert (recover.COMES_IN in _site(run).notes) == is_said
+    assert any("compile_model(model)" in each for each in _site(run).remedies) == is_said
 
 
 class Layer(nn.Module):
