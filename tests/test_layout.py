@@ -57,7 +57,7 @@ LINES = {
     # Exponentials may be divided by their sum after the product, too; the search of modules is apart from what it finds.
     "passes/matching": 5937,  # the search of modules is apart from what it finds
     "passes/pipeline": 635,  # a step says what it needs to have anything to do
-    "passes/recovering": 6076,  # reads computed places, alternatives, learned biases
+    "passes/recovering": 6077,  # reads computed places, alternatives, learned biases, parts of symbolic sizes
     "passes/rewrites": 1220,
     "passes/spelling": 2692,  # checkpoints ask for themselves whether they are inlined
     "passes/unpad": 2710,  # with its run time and its outcome, which stood in torch_private/ and graph/
@@ -91,7 +91,7 @@ TEST_LINES = {
     "near_miss": 6846,
     "options": 319,
     # The spellings of sinks are a table of their own.
-    "passes": 33979,  # a remedy for copies; constants of one number; masks proved and read in full; with tests that stood in torch_private/
+    "passes": 33992,  # a remedy for copies; constants of one number; masks proved and read in full; with tests that stood in torch_private/
     "reasons": 431,  # each remedy is held to one short sentence
     "reporting": 2447,  # the short report; each reason of a report has a remedy
     "spec": 1446,

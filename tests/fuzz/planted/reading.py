@@ -50,13 +50,13 @@ passes/recovering/reading/moving.py _select; masks: another row is read
 
 cat's parts in the other order
 passes/recovering/reading/moving.py _joined; masks: the first element of a part is the last of the one before
-- ix.compare("<", at[dim], Const(starts[i + 1]))
-+ ix.compare("<=", at[dim], Const(starts[i + 1]))
+- ix.compare("<", at[dim], starts[i + 1])
++ ix.compare("<=", at[dim], starts[i + 1])
 
 cat's parts begin at 0
 passes/recovering/reading/moving.py _joined; masks: a part is read beyond its end
-- Const(-starts[i])
-+ Const(0)
+- ix.add(at[dim], starts[i], -1)
++ at[dim]
 
 repeat_interleave as repeat
 passes/recovering/reading/moving.py _repeated_in_place; masks: elements come in another order

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import sympy
@@ -234,7 +234,7 @@ def _stacked(reader: Reader, node: fx.Node, at: At) -> Expr | None:
         return None
     dim %= len(at)
     found: Expr | None = None
-    for i in reversed(_that_may_hold(at[dim], list(range(len(parts))))):
+    for i in reversed(_that_may_hold(at[dim], [axes.ONE] * (len(parts) - 1))):
         part = parts[i]
         if not isinstance(part, fx.Node):
             return None
@@ -308,32 +308,33 @@ def _whole_number(value: Any) -> Expr | None:
 
 
 def _joined(reader: Reader, node: fx.Node, at: At) -> Expr | None:
-    """Read cat: the index selects a part. Every part but the last has a known size."""
+    """Read cat: the index selects a part."""
     parts, dim = node.args[0], dim_of(node, 0)
     if not isinstance(parts, (list, tuple)) or dim is None:
         return None
     nodes = [x for x in parts if isinstance(x, fx.Node) and fake(x).dim() == len(at)]
     dim %= len(at)
     sizes = [axes.shape_exprs(fake(x))[dim] for x in nodes]
-    if len(nodes) != len(parts) or not all(s.is_Integer for s in sizes[:-1]):
+    starts = [start for x in itertools.accumulate(sizes[:-1], initial=sympy.S.Zero) if (start := size(x)) is not None]
+    if not len(starts) == len(nodes) == len(parts):
         return None
-    starts = [0, *itertools.accumulate(map(int, sizes[:-1]))]
     found: Expr | None = None
-    for i in reversed(_that_may_hold(at[dim], starts)):
+    for i in reversed(_that_may_hold(at[dim], sizes[:-1])):
         # A part of size one has only index 0: the element there is the same for all indices.
-        own = ix.ZERO if sizes[i] == axes.ONE else ix.add(at[dim], Const(-starts[i]))
+        own = ix.ZERO if sizes[i] == axes.ONE else ix.add(at[dim], starts[i], -1)
         element = reader.read(nodes[i], (*at[:dim], own, *at[dim + 1 :]))
         converted = converted_of(reader, element, node, fake(nodes[i]).dtype, at)
         if converted is None:
             return None
-        found = (
-            converted if found is None else ix.where(ix.compare("<", at[dim], Const(starts[i + 1])), converted, found)
-        )
+        found = converted if found is None else ix.where(ix.compare("<", at[dim], starts[i + 1]), converted, found)
     return found
 
 
-def _that_may_hold(position: Expr, starts: list[int]) -> range:
-    """Return the consecutive parts that a position can be in. starts: where each part begins."""
+def _that_may_hold(position: Expr, sizes: Sequence[sympy.Expr]) -> range:
+    """Return the consecutive parts that a position can be in. sizes: of all parts but the last."""
+    if not all(x.is_Integer for x in sizes):
+        return range(len(sizes) + 1)
+    starts = [0, *itertools.accumulate(map(int, sizes))]
     low, high = ix.bounds(position, {})
     first = 0 if low is None else max(0, bisect.bisect_right(starts, low) - 1)
     return range(first, len(starts) if high is None else max(first + 1, bisect.bisect_right(starts, high)))

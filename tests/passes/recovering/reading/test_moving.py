@@ -95,6 +95,21 @@ def test_a_slice_that_begins_at_the_larger_of_two_sizes(longest: int) -> None:
 @pytest.mark.parametrize(
     "function",
     [
+        lambda x, y: torch.cat([x, y]),
+        lambda x, y: torch.cat([x[:2], y, x[2:], y[:1]]),
+        lambda x, y: torch.cat([y[:0], x, y.flip(0)]),
+    ],
+    ids=["two", "between", "nothing first"],
+)
+def test_parts_of_symbolic_sizes_are_joined(function: Callable[[Tensor, Tensor], Tensor]) -> None:
+    found = read(lambda x, y: function(x, y) + 0.0, torch.randn(7), torch.randn(5), dynamic_sizes=(7, 5))
+    assert found.equal, found.text
+    assert found.loads == {"x", "y"}
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
         lambda x, i: x[i],
         lambda x, i: x[:, i],
         lambda x, i: F.embedding(i, x),
