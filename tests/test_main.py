@@ -105,6 +105,13 @@ def test_a_model_is_explained(make: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "lowering  math\n" in printed
 
 
+def test_a_program_of_one_site_is_printed(make: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command_line.main(["explain", f"{make}:placed", "--repro", "1"]) == 0
+    compile(capsys.readouterr().out, "repro.py", "exec")
+    assert command_line.main(["explain", f"{make}:placed", "--repro", "2"]) == 2
+    assert "a number from 1 to 1" in capsys.readouterr().err
+
+
 def test_named_inputs_json_and_a_page(make: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = make.with_name("page.html")
     assert command_line.main(["explain", f"{make}:named", "--json", "--html", str(page)]) == 0

@@ -76,6 +76,13 @@ class SiteReport:
     target: str = ""
     options: str = "{}"
 
+    def repro(self) -> str:
+        """Return a program that computes the first of these sites alone, on random inputs, and times it: what a bug report holds."""
+        from attn_compiler.reporting import repro
+
+        title = f"{self.modules[0]} ({self.source}) on {self.target}: {self.decision.lowering}, mask {self.spec.mask.words}."
+        return repro.script(self.spec, title, self.options)
+
     @property
     def proved_as_dense(self) -> bool:
         """True if all that the tensor over pairs holds was proved, and it is read all the same."""
