@@ -84,7 +84,7 @@ TEST_LINES = {
     "fuzz": 8531,  # with linear attention's resets and NaN, and functions that rest on what changes between two calls
     "gate": 697,
     "graphs": 144,
-    "hf": 8665,  # a hundred sizes of each family; a survey of whole packages: files, configs, arguments, and three packages beside transformers
+    "hf": 8665,  # a hundred sizes of each family; a survey of four whole packages: files, configs, arguments
     "index_expr": 1729,
     "integrations": 1234,
     "lowerings": 35857,  # tables of schedules and of intervals that begin alike
