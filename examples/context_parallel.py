@@ -49,7 +49,7 @@ def main() -> None:
         if dist.get_rank() == 0:
             print(f"step {seed}, loss {loss.item():.6f} nats a token")
     if dist.get_rank() == 0:
-        print(attn_compiler.reports())
+        print(attn_compiler.reports().details())
     dist.destroy_process_group()
 
 

@@ -39,7 +39,7 @@ def main() -> None:
         console.rule(type(model).__name__)
         with torch.no_grad():
             reports = attn_compiler.explain(model.eval(), input_ids, attention_mask=attention_mask, use_cache=False)
-        print(reports)
+        print(reports.details())
 
 
 if __name__ == "__main__":

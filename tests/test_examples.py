@@ -97,7 +97,7 @@ def test_explain_models_tells_of_both_models() -> None:
     assert "2 attention sites" in gemma2
     assert "softcap" in gemma2
     # The page on reports quotes a block of it, less the line of the model, which moves with transformers.
-    quote, *_ = re.findall(r"^```text\n(.*?)^```$", READING, re.MULTILINE | re.DOTALL)
+    _, quote, *_ = re.findall(r"^```text\n(.*?)^```$", READING, re.MULTILINE | re.DOTALL)
     without_line = [" ".join(re.sub(r"\.py:\d+", ".py", text).split()) for text in (quote, gemma2)]
     assert "[1] layers.0.self_attn" in quote
     assert without_line[0] in without_line[1]
