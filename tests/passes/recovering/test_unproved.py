@@ -31,7 +31,7 @@ def mask_of(make: Make, kept: Tensor, *, called: bool, grad: bool = True) -> tup
     q, k = (torch.randn(B, 1, S, D, requires_grad=grad) for _ in range(2))
     run = compiled(function, lowerings=["sdpa_cpu_flash", "math"])
     torch.testing.assert_close(run(q, k, kept), function(q, k, kept))
-    return run.site.spec.mask, str(run.report)
+    return run.site.spec.mask, run.report.details()
 
 
 #: numbers of an integer mask, in the ways of BERT and its relatives
