@@ -93,7 +93,7 @@ def _checked(program: object, options: Mapping[str, Any] | Options | None) -> Op
     if not isinstance(program, ExportedProgram):
         raise NotAnExportedProgram(given=f"{type(program).__module__}.{type(program).__qualname__}")
     own = options if isinstance(options, Options) else split_options(None, options)[0]
-    check_lowering_names(own, lambda: lowerings.names())
+    check_lowering_names(own, lowerings.names)
     inductors = [] if isinstance(options, Options) else [name for name in options or {} if own_name(name) is None]
     if inductors:
         raise ExportUnsupported(

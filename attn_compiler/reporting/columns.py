@@ -68,12 +68,7 @@ SITE: tuple[Column[SiteReport], ...] = (
         style="formula",
     ),
     Column(key="reads_pairs"),
-    Column(
-        key="proved_as_dense",
-        label="read as",
-        title="Read as",
-        words=lambda x: f"proved, read as a dense tensor: {_added(x.spec)}" if x.proved_as_dense else None,
-    ),
+    Column(key="proved_as_dense", label="read as", title="Read as", words=lambda x: _read_as(x)),
     Column(key="score", label="score", title="Scores", read=lambda x: x.spec.score.words),
     Column(
         key="score_added", label="added", title="Added to scores", read=lambda x: x.spec.score.added, style="formula"
@@ -175,7 +170,7 @@ def _why(site: SiteReport) -> str:
     """Return why this lowering computes the site: what is unknown of its mask, the measurement, who refused."""
     unproved, evidence, refused = wording.unproved(site.spec.mask), site.evidence, by_reasons(site.decision.refusals)
     lines = [f"not proved, since {unproved}"] if unproved else []
-    lines += [f"proved, read as a dense tensor: {_added(site.spec)}"] if site.proved_as_dense else []
+    lines += filter(None, [_read_as(site)])
     if evidence is not None and site.decision.lowering in evidence.order:
         lines.append(f"{'measured' if evidence.measured else 'not measured here'}, {evidence.since}: {evidence.why}")
     if site.decision.lowering == "untouched":
@@ -209,8 +204,10 @@ def _dtypes(spec: AttentionSpec) -> str:
     return f"{spec.dtype}{goes_on}, {_gradient(spec.needs_grad)}{weights}{lse}"
 
 
-def _added(spec: AttentionSpec) -> str:
-    return "" if spec.added_tensor is None else spec.added_tensor.words.removeprefix("dense ")
+def _read_as(site: SiteReport) -> str | None:
+    """Return the tensor over pairs that is read although all that it holds was proved; None if there is none."""
+    tensor = site.spec.added_tensor if site.proved_as_dense else None
+    return None if tensor is None else f"proved, read as a dense tensor: {tensor.words.removeprefix('dense ')}"
 
 
 def _gradient(needed: bool) -> str:

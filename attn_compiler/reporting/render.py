@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group, RenderableType
@@ -60,12 +60,17 @@ def brief_view(reports: Sequence[GraphReport]) -> RenderableType:
         views += [_text(_line(report), "bold"), *_slow(report), *_trouble(report)]
         if report.unpad is not None:
             views.append(_unpad_block(report.unpad))
-        views += [_brief(f"[{number}]", SITE, site) for number, site in enumerate(report.sites, start=1)]
-        views += [_brief(f"[linear {number}]", LINEAR, one) for number, one in enumerate(report.linear, start=1)]
-        views += [_brief("[miss]", MISS, miss) for miss in report.misses]
+        views += _blocks(report, _brief)
     views += [_text(wording.without_attention(empty))] if empty else []
     views += [_text(f"total: {wording.totals(reports)}", "bold")] if len(reports) > 1 else []
     return Group(*views)
+
+
+def _blocks(report: GraphReport, of: Callable[..., RenderableType]) -> list[RenderableType]:
+    """Return the block of each record of a graph: of sites, of layers of linear attention, of misses."""
+    blocks = [of(f"[{number}]", SITE, site) for number, site in enumerate(report.sites, start=1)]
+    blocks += [of(f"[linear {number}]", LINEAR, one) for number, one in enumerate(report.linear, start=1)]
+    return blocks + [of("[miss]", MISS, miss) for miss in report.misses]
 
 
 def _line(report: GraphReport) -> str:
@@ -107,9 +112,6 @@ def reports_view(reports: Sequence[GraphReport]) -> RenderableType:
 
 def report_view(report: GraphReport) -> RenderableType:
     """Return one graph's report: a line of totals, a block for each distinct site, then the misses."""
-    blocks = [_detailed(f"[{number}]", SITE, site) for number, site in enumerate(report.sites, start=1)]
-    blocks += [_detailed(f"[linear {number}]", LINEAR, one) for number, one in enumerate(report.linear, start=1)]
-    blocks += [_detailed("[miss]", MISS, miss) for miss in report.misses]
     head: list[RenderableType] = [
         _text(f"attn_compiler · graph {report.graph} · {report.target}", "bold"),
         _text(what_was_found(report)),
@@ -127,7 +129,7 @@ def report_view(report: GraphReport) -> RenderableType:
     head += _trouble(report)
     if report.unpad is not None:
         head.append(_unpad_block(report.unpad))
-    return Group(*head, *(part for block in blocks for part in (Text(), block)))
+    return Group(*head, *(part for block in _blocks(report, _detailed) for part in (Text(), block)))
 
 
 def _trouble(report: GraphReport) -> list[RenderableType]:

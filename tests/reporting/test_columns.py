@@ -27,17 +27,20 @@ from tests.reporting.page.reading import Element, read
 
 EVERYTHING = dataclasses.replace(REPORT, linear=(LINEAR,), unpad=UNPAD)
 
-TEXT = """\
-attn_compiler · graph 0/0 · cuda sm90, cuDNN 9.19.0, torch 2.13.0
-5 attention sites of 1 kind, 2 layers of linear attention (linear_reference 2), 1 miss
-passes took 254 ms: mirror 250 ms
-kernels compiled: attention_forward 1.50 s
+PADDING = """\
 padding: left out
   0 at padding: last_hidden_state, pooled
   asked at each call: rows begin with a token
   notes: a note
   real tokens of the last batches: 50%, 25%
-  padding was computed: 1 time, since not: the first key is real
+  padding was computed: 1 time, since not: the first key is real"""
+
+TEXT = f"""\
+attn_compiler · graph 0/0 · cuda sm90, cuDNN 9.19.0, torch 2.13.0
+5 attention sites of 1 kind, 2 layers of linear attention (linear_reference 2), 1 miss
+passes took 254 ms: mirror 250 ms
+kernels compiled: attention_forward 1.50 s
+{PADDING}
 
 [1] model.layers.0-4.self_attn ×5
     lowering  hopper
@@ -79,17 +82,12 @@ padding: left out
     why      rule: the softmax runs over the keys; observed: axis 1 of 3 (AC503)
              remedy: softmax(-1)"""
 
-BRIEF = """\
+BRIEF = f"""\
 attn_compiler on cuda sm90, cuDNN 9.19.0, torch 2.13.0
 graph 0/0: 5 attention sites of 1 kind, 2 layers of linear attention (linear_reference
 2), 1 miss; passes took 254 ms, 25% of 1.00 s to compile it
     slow: mirror 250 ms
-padding: left out
-  0 at padding: last_hidden_state, pooled
-  asked at each call: rows begin with a token
-  notes: a note
-  real tokens of the last batches: 50%, 25%
-  padding was computed: 1 time, since not: the first key is real
+{PADDING}
 [1] model.layers.0-4.self_attn ×5 · hopper · about 0.25 ms a call, 0.75 by sdpa_cudnn ·
 modeling_llama.py:120
     mask    causal ∧ key padding attention_mask[b, k] (proved)
