@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -215,12 +216,18 @@ def test_so_many_threads_compile_as_inductor_was_told() -> None:
     assert torch_inductor.compile_threads() >= 1
 
 
-def test_what_keeps_compiled_kernels_already_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", "/somewhere")
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    torch_inductor.share_kernel_cache()
-    assert os.environ["TRITON_CACHE_DIR"] == "/somewhere"
+@pytest.mark.parametrize(("given", "kept"), [(None, "inductor/triton/1"), ("somewhere", "somewhere")])
+def test_kernels_are_kept_where_inductor_would_keep_them(
+    given: str | None, kept: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folders = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    with mock.patch.dict(os.environ, folders | ({"TRITON_CACHE_DIR": str(tmp_path / given)} if given else {})):
+        if not given:
+            os.environ.pop("TRITON_CACHE_DIR", None)
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+        torch_inductor.share_kernel_cache()
+        assert Path(os.environ["TRITON_CACHE_DIR"]) == tmp_path / kept
 
 
 def test_its_processes_are_started_by_its_own_function(monkeypatch: pytest.MonkeyPatch) -> None:

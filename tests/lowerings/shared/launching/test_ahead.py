@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -93,7 +91,7 @@ def test_forward_and_backward_of_calls_that_are_alike_once(begun: Begun) -> None
     assert sorted(begun.kernels) == sorted(2 * ["attention_forward", *BACKWARD])
     (report,) = attn_compiler.reports()
     assert dict(report.kernels) == {"attention_forward": 3.0, "attention_grad_q": 3.0, "attention_grad_kv": 3.0}
-    assert "kernels compiled: attention_forward 3.00 s" in " ".join(str(report).split())
+    assert "kernels compiled: attention_forward 3.00 s" in " ".join(report.details().split())
 
 
 def test_the_kernels_of_a_backward_are_not_waited_for(begun: Begun) -> None:
@@ -182,7 +180,7 @@ def test_a_compilation_that_fails_is_told_and_the_model_runs_without_the_kernel(
     (report,) = attn_compiler.reports()
     assert (tuple(report.kernels), report.failure, report.faults) == ((), None, ())
     assert {site.decision.lowering for site in report.sites} == {"untouched"}
-    assert "out of registers" in " ".join(str(report).split())
+    assert "out of registers" in " ".join(report.details().split())
 
 
 def test_a_body_that_fails_on_stand_ins_is_told_and_others_are_compiled(
@@ -251,24 +249,16 @@ def test_without_a_gpu_nothing_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("threads", [1, 4])
-def test_on_a_gpu_threads_compile_where_inductor_would_have_it(
-    threads: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_on_a_gpu_threads_compile_where_inductor_would_have_it(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One thing at a time, too, is compiled before a call."""
     triton = pytest.importorskip("triton")
     monkeypatch.setattr(torch_inductor, "compile_threads", lambda: threads)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
     assert ahead.here() is None, "the interpreter compiles nothing"
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
-    try:
-        assert ahead.here() is not None
-        assert Path(os.environ["TRITON_CACHE_DIR"]) == tmp_path / "triton" / "1"
-    finally:
-        os.environ.pop("TRITON_CACHE_DIR", None)
+    assert ahead.here() is not None
 
 
 def test_calls_are_those_whose_values_are_known() -> None:
