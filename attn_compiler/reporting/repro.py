@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
+import operator
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from string import Template
 
@@ -30,6 +32,20 @@ _OPS = {
     "floordiv": "({} // {})",
     "mod": "({} % {})",
 }
+#: functions in the text of a size, as code
+_IN_SIZES = {
+    "Max": "max",
+    "Min": "min",
+    **dict.fromkeys(("FloorDiv", "CleanDiv"), "operator.floordiv"),
+    **dict.fromkeys(("Mod", "PythonMod"), "operator.mod"),
+    "ModularIndexing": "lambda x, by, below: x // by % below",
+    **dict.fromkeys(("PowByNatural", "FloatPow"), "operator.pow"),
+    **dict.fromkeys(("IntTrueDiv", "FloatTrueDiv"), "operator.truediv"),
+    **dict.fromkeys(("FloorToInt", "TruncToInt"), "int"),
+    "CeilToInt": "math.ceil",
+    "ToFloat": "float",
+    "OpaqueUnaryFn_sqrt": "math.sqrt",
+}
 
 
 class _NotWritten(Exception):
@@ -38,34 +54,38 @@ class _NotWritten(Exception):
 
 def script(spec: AttentionSpec, title: str, options: str) -> str:
     """Return the text of a program that computes the site alone. options: as JSON."""
-    sizes = sorted({name for x in (spec.q, spec.k, spec.v) for name in _symbols((*x.shape, *x.strides))})
     inputs = {
         name: f"tensor({_row(x.shape)}, {_row(x.strides)}, torch.{x.dtype}, {x.requires_grad})"
         for name, x in (("q", spec.q), ("k", spec.k), ("v", spec.v))
     }
-    body, lost = _body(spec, inputs), list(_lost(spec, sizes))
+    body = _body(spec, inputs)
+    sizes = _sizes(spec, body, inputs)
+    lost = list(_lost(spec, sizes, options))
     return Template(_TEMPLATE.read_text(encoding="utf-8")).substitute(
         title=" ".join(title.replace("\\", "/").replace('"""', "").split()),
         left_out=f"\nNot as in the model: {', '.join(lost)}." if lost else "",
         spec=repr(spec.to_text()),
-        options=_literal(options),
+        options=_literal(options, spec),
         device=spec.device,
-        sizes="".join(f"{name} = {16 + 8 * place}\n" for place, name in enumerate(sizes)),
+        sizes="".join(f"{name} = {value}\n" for name, value in sizes.items()),
         inputs="\n".join(f'    "{name}": {value},' for name, value in inputs.items()),
         names=", ".join(inputs),
         body="\n".join(f"    {line}" for line in body),
     )
 
 
-def _literal(options: str) -> str:
-    given = json.loads(options)
-    return repr({name: value for name, value in given.items() if not isinstance(value, dict)})
+def _literal(options: str, spec: AttentionSpec) -> str:
+    """Return the options as code. A recipe without its patterns is in the spec, and ranks that share a sequence can't be written."""
+    given = {name: repr(value) for name, value in json.loads(options).items() if not isinstance(value, dict)}
+    given |= {} if spec.fp8 is None else {"fp8_recipe": "SPEC.fp8"}
+    return f"{{{', '.join(f'{name!r}: {value}' for name, value in given.items())}}}"
 
 
-def _lost(spec: AttentionSpec, sizes: Iterable[str]) -> Iterator[str]:
+def _lost(spec: AttentionSpec, sizes: Mapping[str, object], options: str) -> Iterator[str]:
     facts = {
-        "a symbolic size is a number": bool(list(sizes)),
-        "no FP8": spec.fp8 is not None or spec.stored is not None,
+        "a symbolic size is a number": bool(sizes),
+        "no rank shares the sequence": "context_parallel" in json.loads(options),
+        "no cache in FP8": spec.stored is not None,
         "k and v are no maps of a latent": spec.latent is not None,
         "nothing reads the weights or the logsumexp": spec.returns_weights or spec.lse != "unread",
         "what is added is random": bool(spec.score.proved),
@@ -183,5 +203,18 @@ def _row(sizes: Iterable[int | str]) -> str:
     return f"({', '.join(said)}{',' * (len(said) == 1)})"
 
 
-def _symbols(sizes: Iterable[int | str]) -> set[str]:
-    return {name for size in sizes for name in re.findall(r"\b[a-z]+\d+\b", str(size))}
+def _sizes(spec: AttentionSpec, body: Iterable[str], others: Iterable[str]) -> dict[str, object]:
+    """Return code of functions and numbers of symbols in sizes, by their names. others: names that stand for tensors."""
+    tensors = [x for x in (spec.q, spec.k, spec.v, spec.mask.dense, spec.score.bias) if x is not None]
+    shapes = {size for x in tensors for size in x.shape if isinstance(size, str)}
+    strides = {stride for x in (spec.q, spec.k, spec.v) for stride in x.strides if isinstance(stride, str)}
+    said = " ".join([*sorted(shapes | strides), *body])
+    functions = {name: code for name, code in _IN_SIZES.items() if re.search(rf"\b{name}\(", said)}
+    symbols = sorted(set(re.findall(r"\b[a-z]{1,2}\d+\b", said)) - set(others))
+    known = {name: eval(code, {"math": math, "operator": operator}) for name, code in functions.items()}
+    known["__builtins__"] = {}
+    ways = ((16, 8), (16 + 8 * len(symbols), -8), (512, 64), (8192, 64))
+    numbers = [{name: first + step * place for place, name in enumerate(symbols)} for first, step in ways]
+    # No size of a model is negative, and an empty one shows nothing.
+    fit = (given for given in numbers if all(eval(size, known, dict(given)) > 0 for size in shapes))
+    return functions | next(fit, numbers[0])

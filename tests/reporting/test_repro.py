@@ -15,8 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import attn_compiler
+from attn_compiler.reasons.errors import AttnCompilerWarning
 from attn_compiler.reporting.facts import SiteReport
 from attn_compiler.reporting.publishing import reset
+from attn_compiler.spec import masks
+from attn_compiler.spec.fp8_recipe import CurrentScaling, Fp8Recipe
 from tests.reporting.making import HOSTILE, SITE
 
 B, S = 2, 40
@@ -64,10 +67,12 @@ CASES: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
 }
 
 
-def _site(function: Callable[..., Any], *given: Tensor, dynamic: bool | None = None, **named: Tensor) -> SiteReport:
+def _site(
+    function: Callable[..., Any], *given: Tensor, dynamic: bool | None = None, fp8: Any = None, **named: Tensor
+) -> SiteReport:
     torch._dynamo.reset()
     reset()
-    options = {"inner": "eager", "check_invariants": True}
+    options = {"inner": "eager", "check_invariants": True, "fp8_recipe": fp8}
     torch.compile(function, backend="attn_compiler", options=options, dynamic=dynamic)(*given, **named)
     (site,) = attn_compiler.reports()[-1].sites
     return site
@@ -103,6 +108,56 @@ def test_symbolic_sizes_are_numbers_and_said_to_be() -> None:
     program: dict[str, Any] = {"__name__": "repro"}
     exec(text, program)
     assert program["attention"](**program["INPUTS"]).shape == program["INPUTS"]["q"].shape
+
+
+def test_a_recipe_of_fp8_goes_with_the_site() -> None:
+    recipe = Fp8Recipe(scaling=CurrentScaling(granularity="head"), exclude=("*.other",))
+    given = [_heads(4).bfloat16() for _ in "qkv"]
+    with pytest.warns(AttnCompilerWarning, match="excludes none"):
+        site = _site(_flagged, *given, fp8=recipe)
+    program: dict[str, Any] = {"__name__": "repro"}
+    exec(site.repro(), program)
+    assert program["OPTIONS"] == {"inner": "eager", "fp8_recipe": recipe.for_site()}
+    assert "Not as in the model" not in site.repro()
+    found = _site(program["attention"], **program["INPUTS"], fp8=program["OPTIONS"]["fp8_recipe"])
+    assert program["known"](found.spec) == program["known"](site.spec)
+    left_out = dataclasses.replace(site, spec=dataclasses.replace(site.spec, fp8=None))
+    exec(left_out.repro(), program)
+    assert program["OPTIONS"] == {"inner": "eager"}, "a pattern excluded the site"
+
+
+def test_ranks_that_share_a_sequence_are_said_to_be_left_out() -> None:
+    text = dataclasses.replace(SITE, options='{"context_parallel": {"method": "ring"}, "inner": "eager"}').repro()
+    assert "no rank shares the sequence" in text
+    assert "OPTIONS = {'inner': 'eager'}" in text
+
+
+@pytest.mark.parametrize(
+    ("length", "number"),
+    [
+        ("Max(1, s0 - 20)", 1),
+        ("FloorDiv(s0, 300)", 1),
+        ("CleanDiv(s0 + 4, 2)", 10),
+        ("((s0 + 1)//2)", 8),
+        ("s1 - s0", 8),
+        ("s0 - s1", 8),
+        ("TruncToInt(1.5*ToFloat(s0))", 24),
+        ("CeilToInt(IntTrueDiv(s0, 3))", 6),
+    ],
+)
+def test_functions_of_sizes_are_code(length: str, number: int) -> None:
+    spec = dataclasses.replace(SITE.spec, device="cpu", mask=masks.MaskSpec(dense=None))
+    q, k = (
+        dataclasses.replace(
+            x, shape=("u3", heads, length, 64), strides=(f"{64 * heads}*Max(1, {length})", 64, 64 * heads, 1)
+        )
+        for x, heads in ((spec.q, 8), (spec.k, 2))
+    )
+    text = dataclasses.replace(SITE, spec=dataclasses.replace(spec, q=q, k=k, v=k)).repro()
+    program: dict[str, Any] = {"__name__": "repro"}
+    exec(text, program)
+    assert program["INPUTS"]["q"].shape == (program["u3"], 8, number, 64)
+    assert program["attention"](**program["INPUTS"]).shape == (program["u3"], 8, number, 64)
 
 
 def test_names_that_try_to_break_out_stay_text() -> None:
