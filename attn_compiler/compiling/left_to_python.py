@@ -22,7 +22,9 @@ def report(found: Break) -> Report | None:
     from attn_compiler.passes.matching import left_to_python
 
     miss = left_to_python.find(found)
-    return None if miss is None else Report(graph=found.graph, target="Python, no graph", misses=(miss,))
+    if miss is None:
+        return None
+    return Report(graph=found.graph, model=torch_observe.model_name(), target="Python, no graph", misses=(miss,))
 
 
 def _tell(found: Break) -> None:

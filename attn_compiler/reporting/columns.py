@@ -47,6 +47,8 @@ class Column(Generic[Record]):
         return found if isinstance(found, tuple) else () if found in (None, "") else (str(found),)
 
 
+#: beginnings of notes on what an option did
+_ASKED_FOR = ("checkpoint:", "context parallel:", "fp8_recipe:")
 REASON: tuple[Column[Reason], ...] = (
     Column(key="rule", title="What has to hold"),
     Column(key="observed", title="What was seen"),
@@ -71,7 +73,12 @@ SITE: tuple[Column[SiteReport], ...] = (
     Column(key="proved_as_dense", label="read as", title="Read as", words=lambda x: _read_as(x)),
     Column(key="score", label="score", title="Scores", read=lambda x: x.spec.score.words),
     Column(
-        key="score_added", label="added", title="Added to scores", read=lambda x: x.spec.score.added, style="formula"
+        key="score_added",
+        label="added",
+        brief="added",
+        title="Added to scores",
+        read=lambda x: x.spec.score.added,
+        style="formula",
     ),
     Column(label="dtype", title="Computed in", read=lambda x: _dtypes(x.spec)),
     Column(label="q, k, v", read=lambda x: x.spec),
@@ -88,6 +95,7 @@ SITE: tuple[Column[SiteReport], ...] = (
         words=lambda x: tuple(f"{each.operand}, {size(each.bytes)}: {each.why}" for each in x.copies),
     ),
     Column(key="notes", label="notes", title="Notes"),
+    Column(brief="notes", read=lambda x: tuple(note for note in x.notes if note.startswith(_ASKED_FOR))),
     *(Column(key=key) for key in ("evidence", "estimate")),
     Column(
         key="faster",
@@ -137,7 +145,7 @@ UNPAD: tuple[Column[UnpadReport], ...] = (
     Column(title="Padding was computed", read=lambda x: _computed(x)),
 )
 GRAPH: tuple[Column[GraphReport], ...] = (
-    *(Column(key=key) for key in ("graph", "target", "num_sites", "num_misses", "sites", "misses")),
+    *(Column(key=key) for key in ("graph", "model", "target", "num_sites", "num_misses", "sites", "misses")),
     *(Column(key=key) for key in ("num_linear", "linear")),
     Column(key="seconds", read=lambda x: [{"pass": name, "seconds": took} for name, took in x.seconds]),
     Column(key="kernels", read=lambda x: [{"kernel": name, "seconds": took} for name, took in x.kernels]),

@@ -148,6 +148,7 @@ class UnpadReport:
 class GraphReport:
     """One graph handed to the backend.
 
+    graph: its name in PyTorch's logs ("0/0"). model: the class of the module that it was traced from, or the name of the function.
     seconds: time by pass.
     kernels: seconds by kernel that was compiled beside the inner compiler so far, of all its variants; next to nothing if it was on disk.
         Those of a backward are there once it ran.
@@ -164,6 +165,7 @@ class GraphReport:
 
     graph: str
     target: str
+    model: str | None = None
     sites: tuple[SiteReport, ...] = ()
     misses: tuple[MissReport, ...] = ()
     seconds: tuple[tuple[str, float], ...] = ()
@@ -177,6 +179,11 @@ class GraphReport:
     linear: tuple[LinearReport, ...] = ()
     compiled_in: float | None = field(default=None, compare=False)
     dumped: str | None = field(default=None, compare=False)
+
+    @property
+    def name(self) -> str:
+        """Its name for people: "0/0 of LlamaModel". Graphs of several models may be 0/0."""
+        return self.graph if self.model is None else f"{self.graph} of {self.model}"
 
     @property
     def num_linear(self) -> int:

@@ -78,7 +78,7 @@ def _line(report: GraphReport) -> str:
     took, whole = report.total_seconds, report.compiled_in
     share = f", {took / whole:.0%} of {wording.duration(whole)} to compile it" if whole else ""
     passes = f"; passes took {wording.duration(took)}{share}" if report.seconds else ""
-    return f"graph {report.graph}: {what_was_found(report)}{passes}{', from the cache' if report.from_cache else ''}"
+    return f"graph {report.name}: {what_was_found(report)}{passes}{', from the cache' if report.from_cache else ''}"
 
 
 def _slow(report: GraphReport) -> list[RenderableType]:
@@ -113,7 +113,7 @@ def reports_view(reports: Sequence[GraphReport]) -> RenderableType:
 def report_view(report: GraphReport) -> RenderableType:
     """Return one graph's report: a line of totals, a block for each distinct site, then the misses."""
     head: list[RenderableType] = [
-        _text(f"attn_compiler · graph {report.graph} · {report.target}", "bold"),
+        _text(f"attn_compiler · graph {report.name} · {report.target}", "bold"),
         _text(what_was_found(report)),
     ]
     head += [_text(said) for said in report.untried]

@@ -18,7 +18,7 @@ _NAMED = 8
 
 def summary(report: GraphReport) -> str:
     """Return one line for a log: the findings in one graph, and their lowerings."""
-    return f"graph {report.graph} on {report.target}: {totals([report])}"
+    return f"graph {report.name} on {report.target}: {totals([report])}"
 
 
 def introduction(report: GraphReport) -> str:
@@ -81,7 +81,7 @@ def duration(seconds: float) -> str:
 
 def without_attention(reports: Sequence[GraphReport]) -> str:
     """Return one line on graphs without content: their number, and the names of some."""
-    names = [report.graph for report in reports[:_NAMED]]
+    names = [report.name for report in reports[:_NAMED]]
     names += [f"and {len(reports) - _NAMED} more"] if len(reports) > _NAMED else []
     return f"{counted(len(reports), 'graph')} without attention: {', '.join(names)}"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from torch._dynamo.convert_frame import register_bytecode_hook
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.guards import DeletedGuardManagerWrapper
+from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.symbolic_convert import tls
 from torch._dynamo.utils import counters, graph_break_reasons
 from torch._guards import TracingContext
@@ -250,3 +252,20 @@ def is_ahead_of_time() -> bool:
 def is_in_frame() -> bool:
     """Return True while code of a frame of this process is compiled, which guards can watch."""
     return TracingContext.try_get() is not None and not is_ahead_of_time()
+
+
+#: the name of a function that goes on behind a graph break
+_RESUMED = re.compile(rf"{TORCH_DYNAMO_RESUME_IN_PREFIX}_(?P<name>.+)_at_\d+$")
+
+
+def model_name() -> str | None:
+    """Return the class of the module that the compiled function was called with, or else the function's name; None outside of a
+    compilation."""
+    frame = getattr(tls, "current_tx", None) if is_in_frame() else None
+    if frame is None:
+        return None
+    root = frame.output.root_tx
+    given = (x for value in root.f_locals.values() for x in (value if isinstance(value, tuple) else (value,)))
+    module = next((x for x in given if isinstance(x, nn.Module)), None)
+    name = root.f_code.co_qualname.rpartition("<locals>.")[2] if module is None else type(module).__name__
+    return _RESUMED.sub(r"\g<name>", name)

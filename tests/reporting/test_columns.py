@@ -138,7 +138,8 @@ KEYS = [
     "modules anchor nearest stopped_at reason source",
 ]
 GRAPH: dict[str, Any] = json.loads("""{
- "version": 1, "graph": "0/0", "target": "cuda sm90, cuDNN 9.19.0, torch 2.13.0", "num_sites": 5, "num_misses": 1, "num_linear": 2,
+ "version": 1, "graph": "0/0", "model": null, "target": "cuda sm90, cuDNN 9.19.0, torch 2.13.0", "num_sites": 5, "num_misses": 1,
+ "num_linear": 2,
  "seconds": [{"pass": "mirror", "seconds": 0.25}, {"pass": "match", "seconds": 0.0042}],
  "kernels": [{"kernel": "attention_forward", "seconds": 1.5}],
  "failure": null, "faults": [], "from_cache": false, "not_kept": null, "untried": [], "dumped": null, "compiled_in": null,
@@ -258,6 +259,17 @@ FASTER = Faster(
     lowering="fa4", distribution="flash-attn-4", install=INSTALL, speed=1.25, why="of 3", since="2026-11-01"
 )
 ALIBI = Alibi(slopes=ix.Load("slopes", (ix.Index("h"),), "float"), position=ix.Index("k"))
+
+
+def test_the_short_report_has_what_is_added_and_what_an_option_did() -> None:
+    score = scores.ScoreSpec(scale=0.125, proved=(ALIBI,), by_highest=True)
+    told = ("context parallel: ring over 2 ranks", "checkpoint: kept", "fp8_recipe: ignored")
+    text = " ".join(str(with_site(spec={"score": score}, notes=(*SITE.notes, *told))).split())
+    assert f"added {ALIBI.words}, whose highest number masks the others (proved) " in text
+    assert f"notes {' '.join(told)}" in text
+    assert "repetition" not in text
+
+
 ANY_LENGTH = dataclasses.replace(EVIDENCE, length="any, chosen as for 4096")
 SAID: dict[str, tuple[dict[str, Any], str]] = {
     "unproved": ({"spec": {"mask": UNREAD}}, "it adds <x>[q, k]"),

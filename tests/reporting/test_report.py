@@ -12,12 +12,15 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, strategies as st
 
 from attn_compiler import index_expr as ix
+from attn_compiler.compiling.explaining import explain
 from attn_compiler.reasons.errors import ReportNotSaved
 from attn_compiler.reporting import render, wording
 from attn_compiler.reporting.facts import GraphReport, Steps, UnpadReport
+from attn_compiler.reporting.publishing import reports, reset
 from attn_compiler.reporting.report import Report, Reports
 from attn_compiler.spec import masks
 from tests.reporting.making import LINEAR, REASON, REPORT, SITE, SPEC, TARGET
@@ -80,6 +83,37 @@ def test_reports_merge() -> None:
     other = dataclasses.replace(REPORT, target="cpu")
     assert "attn_compiler on cpu\ngraph 0/0: 5" in str(Reports((REPORT, other)))
     assert str(Reports((REPORT,))) == str(REPORT)
+
+
+class _Twice(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+class _Broken(_Twice):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        torch._dynamo.graph_break()
+        return torch.nn.functional.scaled_dot_product_attention(y, y, y)
+
+
+def test_models_are_told_apart() -> None:
+    reset()
+    for model in (_Twice(), _Broken(), lambda x: _Twice.forward(None, x)):  # type: ignore[arg-type]
+        torch._dynamo.reset()
+        torch.compile(model, backend="attn_compiler", options={"inner": "eager"})(torch.ones(1, 2, 8, 16))
+    found = reports()
+    assert [report.name for report in found] == [
+        "0/0 of _Twice",
+        "0/0 of _Broken",
+        "1/0 of _Broken.forward",
+        "0/0 of <lambda>",
+    ]
+    assert [report.from_cache for report in found if report.num_sites] == [False, False, False]
+    assert "graph 0/0 of _Twice: 1 attention site" in str(found)
+    assert "1 graph without attention: 0/0 of _Broken" in str(found)
+    assert "Graph 1/0 of _Broken.forward" in found.to_html()
+    assert explain(_Twice(), torch.ones(1, 2, 8, 16))[0].model == "_Twice"
 
 
 def test_many_graphs_without_attention_are_one_line() -> None:

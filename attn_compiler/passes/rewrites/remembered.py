@@ -38,7 +38,7 @@ from attn_compiler.reporting.report import Report
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.linear import LinearForm, LinearSpec
 from attn_compiler.spec.target import Target
-from attn_compiler.torch_private import compat as torch_compat, tracing as torch_tracing
+from attn_compiler.torch_private import compat as torch_compat, observe as torch_observe, tracing as torch_tracing
 from attn_compiler.torch_private.known_masks import Known
 from attn_compiler.torch_private.store import Store
 
@@ -122,7 +122,8 @@ class Remembered:
             for one in self.keyed.modules:
                 one.graph_module.graph.lint()
         border_records.tell_again(kept.crossing, self.border, module.nodes, module.values)
-        return dataclasses.replace(kept.report, graph=torch_compat.graph_name(), from_cache=True)
+        name, model = torch_compat.graph_name(), torch_observe.model_name()
+        return dataclasses.replace(kept.report, graph=name, model=model, from_cache=True)
 
     def keep(self, told: Report, known: Sequence[tuple[int, Known]], units: Iterable[Unit]) -> Report:
         """Keep the passes' edits, and return the report, which says why if that can't be done. units: of the passes."""

@@ -24,7 +24,7 @@ from attn_compiler.reporting.facts import LinearReport, MissReport, SiteReport
 from attn_compiler.reporting.report import Report
 from attn_compiler.spec import tried
 from attn_compiler.spec.target import Target
-from attn_compiler.torch_private import compat as torch_compat
+from attn_compiler.torch_private import compat as torch_compat, observe as torch_observe
 
 _MAKE_INSIDE = (
     "make the mask in compiled code: attn_compiler.integrations.transformers.compile_model(model) for generate, "
@@ -48,6 +48,7 @@ def report(
     others = [] if unseen is None else unseen.rows(graph_units.owners_in_sites(units))
     return Report(
         graph=torch_compat.graph_name(),
+        model=torch_observe.model_name(),
         target=_target(gm, targets),
         untried=tuple(sorted({said for target in _targets(gm, targets) for said in tried.notices(target)})),
         sites=tuple(_site_rows(units, targets)),
@@ -65,7 +66,8 @@ def of_failure(gm: fx.GraphModule, targets: Mapping[str, Target], seconds: Mappi
         target = _target(gm, targets)
     except Exception as error:  # noqa: BLE001 (it may be what failed in the first place, and the report has to say so)
         target = f"not known ({described(error)})"
-    return Report(graph=torch_compat.graph_name(), target=target, seconds=tuple(seconds.items()), failure=failure)
+    graph, model = torch_compat.graph_name(), torch_observe.model_name()
+    return Report(graph=graph, model=model, target=target, seconds=tuple(seconds.items()), failure=failure)
 
 
 def taken_back(report: Report, cause: str, failure: str) -> Report:

@@ -95,14 +95,14 @@ def _contents(shown: dict[str, GraphReport]) -> Markup | None:
     if len(shown) < 2:
         return None
     links = [
-        element("li", element("a", f"Graph {report.graph}", href=f"#{identity}")) for identity, report in shown.items()
+        element("li", element("a", f"Graph {report.name}", href=f"#{identity}")) for identity, report in shown.items()
     ]
     return element("nav", element("ul", *links), aria_label="Graphs")
 
 
 def _overview(shown: dict[str, GraphReport]) -> Markup | None:
     rows = [
-        _row(record, own, report.graph)
+        _row(record, own, report.name)
         for identity, report in shown.items()
         for own, record in graphs.records(report, identity)
     ]

@@ -42,7 +42,7 @@ def likeness(site: SiteReport) -> SiteReport:
 def section(report: GraphReport, identity: str, first: Mapping[SiteReport, str]) -> Markup:
     """Return the section. identity: of this graph in its page, a prefix of identities inside. first: the full card of each likeness."""
     parts: list[Content] = [
-        element("h2", f"Graph {report.graph}", id=identity),
+        element("h2", f"Graph {report.name}", id=identity),
         element("p", f"{render.what_was_found(report)}. Decided for {report.target}.", class_="lead"),
         *_failures(report),
     ]
