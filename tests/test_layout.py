@@ -63,7 +63,7 @@ LINES = {
     "passes/unpad": 2710,  # with its run time and its outcome, which stood in torch_private/ and graph/
     "passes/writing": 2143,  # the name of a model; remedies of sites; with the state of delayed FP8 scaling, which stood in torch_private/
     "reasons": 833,  # a copy has a remedy, an estimate has words; a reason without a remedy has that of its page
-    "reporting": 2905,  # names of models; programs of a site with its recipe and functions of sizes; a short report
+    "reporting": 2907,  # names of models; programs of a site with its recipe and functions of sizes; a short report
     "spec": 2083,
     # Says what is compiled for another process; the kernels folder is set for graphs with CUDA; a switch of Dynamo is set for each call.
     "torch_private": 3363,  # names the model of a graph

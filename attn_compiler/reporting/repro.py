@@ -209,12 +209,14 @@ def _sizes(spec: AttentionSpec, body: Iterable[str], others: Iterable[str]) -> d
     shapes = {size for x in tensors for size in x.shape if isinstance(size, str)}
     strides = {stride for x in (spec.q, spec.k, spec.v) for stride in x.strides if isinstance(stride, str)}
     said = " ".join([*sorted(shapes | strides), *body])
-    functions = {name: code for name, code in _IN_SIZES.items() if re.search(rf"\b{name}\(", said)}
+    functions: dict[str, object] = {name: code for name, code in _IN_SIZES.items() if re.search(rf"\b{name}\(", said)}
     symbols = sorted(set(re.findall(r"\b[a-z]{1,2}\d+\b", said)) - set(others))
-    known = {name: eval(code, {"math": math, "operator": operator}) for name, code in functions.items()}
+    known = {name: eval(_IN_SIZES[name], {"math": math, "operator": operator}) for name in functions}
     known["__builtins__"] = {}
     ways = ((16, 8), (16 + 8 * len(symbols), -8), (512, 64), (8192, 64))
-    numbers = [{name: first + step * place for place, name in enumerate(symbols)} for first, step in ways]
+    numbers: list[dict[str, object]] = [
+        {name: first + step * place for place, name in enumerate(symbols)} for first, step in ways
+    ]
     # No size of a model is negative, and an empty one shows nothing.
     fit = (given for given in numbers if all(eval(size, known, dict(given)) > 0 for size in shapes))
     return functions | next(fit, numbers[0])
