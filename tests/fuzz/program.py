@@ -17,7 +17,7 @@ import torch
 from tests.fuzz import linear_functions
 
 Size = int | str
-_PROBE = re.compile(r"# probe: (.*)$", re.MULTILINE)
+_PROBE = re.compile(r"# probe: ((\w+).*)$", re.MULTILINE)
 
 #: dtype -> the one that a program casts up to
 WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
@@ -107,8 +107,8 @@ class Program:
     """lines: the body of a function of `inputs`. outputs: names that it returns. after: what the caller does after the forward, to inputs
     and outputs by name. reads: how the caller reads each output, in which `{}` stands for it; none if as they are.
 
-    rule: the generator that it comes from. sizes: by name; others: those of a second call, none without one. lowerings: the option,
-    None for the default. inner, unpad: options.
+    rule: the generator that it comes from. sizes: by name; others, third: those of a second and a third call, none without one.
+    lowerings: the option, None for the default. inner, unpad: options.
     """
 
     rule: str
@@ -119,6 +119,7 @@ class Program:
     dtype: torch.dtype = torch.float32
     sizes: tuple[tuple[str, int], ...] = ()
     others: tuple[tuple[str, int], ...] = ()
+    third: tuple[tuple[str, int], ...] = ()
     dynamic: bool = False
     lowerings: tuple[str, ...] | None = None
     inner: str = "eager"
@@ -140,7 +141,7 @@ class Program:
     @property
     def calls(self) -> list[dict[str, int]]:
         """The sizes of each call."""
-        return [dict(self.sizes), *([dict(self.others)] if self.others else [])]
+        return [dict(self.sizes), *(dict(more) for more in (self.others, self.third) if more)]
 
     def function(self, *, exact: bool = False, probe: Callable[[Any], None] | None = None) -> Callable[..., Any]:
         """The function itself. exact: in float64. probe: is told what the text gives away."""
@@ -156,7 +157,7 @@ class Program:
             "apart": apart,
             **linear_functions.called_in(self.source, exact=exact),
         }
-        text = self.source if probe is None else _PROBE.sub(r"probe(\1)", self.source)
+        text = self.source if probe is None else _PROBE.sub(r"probe(\1) if \2.numel() else None", self.source)
         # Under a file's name, without which torch 2.11 does not trace it.
         exec(compile(text, __file__, "exec"), scope)
         function: Callable[..., Any] = scope["attention"]
@@ -176,7 +177,7 @@ class Program:
             for i in self.inputs
         ]
         head.append(
-            f"# rule: {self.rule}; {self.dtype}; sizes: {dict(self.sizes)}, then {dict(self.others)}; dynamic: {self.dynamic}; "
+            f"# rule: {self.rule}; {self.dtype}; sizes: {', then '.join(map(str, self.calls))}; dynamic: {self.dynamic}; "
             f"lowerings: {self.lowerings}; inner: {self.inner}; verify: {self.verify}" + "; unpad" * self.unpad
         )
         tail = [f"# then the caller: {line}" for line in self.after]

@@ -285,7 +285,8 @@ def _smaller(program: Program) -> Iterator[Program]:
         if own.layout != "{}":
             plain = dataclasses.replace(own, layout="{}")
             yield dataclasses.replace(program, inputs=(*program.inputs[:i], plain, *program.inputs[i + 1 :]))
-    if program.others:
-        yield dataclasses.replace(program, others=())
+    for name in ("third", "others"):
+        if getattr(program, name):
+            yield dataclasses.replace(program, **{name: ()})  # type: ignore[arg-type]
     if program.dynamic:
         yield dataclasses.replace(program, dynamic=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tests.fuzz.grammar import conditions, made_masks, masks, operands, scores
+from tests.fuzz.grammar import algebra, conditions, made_masks, masks, operands, scores
 from tests.fuzz.grammar.draft import Draft
 from tests.fuzz.grammar.site import simple_site, sites_with
 
@@ -102,6 +102,11 @@ def _usual(draft: Draft) -> str:
 def masks_made(draft: Draft) -> None:
     """Masks by ops that move, scan, choose and fill, and by vmap."""
     sites_with(draft, made_masks.made)
+
+
+def masks_as_algebra(draft: Draft) -> None:
+    """Masks by ops that join, move and write elements, by diagonals, and by products of zeros and ones."""
+    sites_with(draft, algebra.masks)
 
 
 def masks_partly_written(draft: Draft) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.fuzz.grammar import algebra
 from tests.fuzz.grammar.conditions import condition, positions, rounded, with_a_key, wrapped
 from tests.fuzz.grammar.draft import Draft
 from tests.fuzz.grammar.made_masks import made, of_tensors, written
@@ -30,7 +31,7 @@ def placed(draft: Draft, text: str) -> str:
 def any_condition(draft: Draft) -> str:
     """Truth values over the scores' pairs by any of the ways above."""
     positions(draft)
-    forms = [condition, condition, made, made, of_tensors, of_tensors]
+    forms = [condition, condition, made, made, algebra.masks, of_tensors, of_tensors]
     if draft.writes:
         forms += [written, written]
     if draft.maybe(6):

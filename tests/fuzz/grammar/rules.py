@@ -16,6 +16,7 @@ from tests.fuzz.grammar import (
     padded_rules,
     region_rules,
     score_rules,
+    size_rules,
 )
 from tests.fuzz.grammar.draft import Draft
 from tests.fuzz.program import Program
@@ -27,6 +28,7 @@ PROOFS = frozenset(
     {
         "mask kinds",
         "masks made",
+        "masks as algebra",
         "masks partly written",
         "masks written",
         "mask tensors",
@@ -86,6 +88,7 @@ RULES: dict[str, Rule] = {
     "rows without keys": keyless_rules.rows_without_keys,
     "padded batches": padded_rules.padded_batches,
     "masks made": mask_rules.masks_made,
+    "masks as algebra": mask_rules.masks_as_algebra,
     "masks partly written": mask_rules.masks_partly_written,
     "mask tensors": mask_rules.mask_tensors,
     "several masks": mask_rules.several_masks,
@@ -100,6 +103,7 @@ RULES: dict[str, Rule] = {
     "strides": operand_rules.strides,
     "caller writes": region_rules.caller_writes,
     "symbolic": operand_rules.symbolic,
+    "sizes": size_rules.sizes_as_expressions,
     "checkpoints": region_rules.checkpoints,
     "autocast": region_rules.autocast,
     "halves": operand_rules.halves,
@@ -166,9 +170,9 @@ def programs(
     if rule == "fills" and device == "cpu" and not is_interpreted and draw(st.booleans()):
         draft.dtype = torch.float64
     RULES[rule](draft)
-    dynamic = rule == "symbolic" or draw(st.integers(0, 7)) == 7
+    dynamic = rule in ("symbolic", "sizes") or draw(st.integers(0, 7)) == 7
     others: dict[str, int] = dict(draft.others)
-    if rule == "symbolic" or (dynamic and draw(st.booleans())):
+    if rule == "symbolic" or (dynamic and rule != "sizes" and draw(st.booleans())):
         others = dict(sizes)
         for name in draw(st.sampled_from((("b",), ("q", "k"), ("b", "q", "k"), ("k",)))):
             more = (5, 2, 7, 1, 0) if not large else (33, 64, 96, 1)
@@ -185,6 +189,7 @@ def programs(
         dtype=draft.dtype,
         sizes=tuple(sizes.items()),
         others=tuple(others.items()),
+        third=tuple(draft.third.items()),
         dynamic=dynamic,
         lowerings=chosen,
         inner=inner or draw(st.sampled_from(("eager", "eager", "eager", "eager", "aot_eager"))),

@@ -43,8 +43,11 @@ def sinks(draft: Draft) -> None:
             for _ in range(draft.number(0, 3))
         )
     )
-    weights.softmax(draft, sink=True)
-    weights.values(draft)
+    if draft.maybe():
+        weights.with_a_sink(draft)
+    else:
+        weights.softmax(draft, sink=True)
+        weights.values(draft)
     draft.outputs.append("o")
 
 

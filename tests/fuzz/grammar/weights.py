@@ -101,6 +101,79 @@ def _join_sink(draft: Draft) -> bool:
     return bool(first)
 
 
+def with_a_sink(draft: Draft) -> None:
+    """`o` by one more number in the denominator that is no column: a gate of the output or of the weights, a term beside the sum of the
+    exponentials. Mostly it is that, and now and then one thing is off."""
+    order = [draft.dims.index(axis) for axis in "bhqk"]
+    draft.add("" if order == [0, 1, 2, 3] else f"s = s.permute{tuple(order)}")
+    draft.dims = ("b", "h", "q", "k")
+    draft.add("# probe: s.amax(3), s.amin(3)")
+    sink = f"{draft.new('sink', (draft.sizes['h'],))}.view(1, -1, 1, 1)" if not draft.maybe(5) else "0.5"
+    draft.add(f"sink = {sink}" if sink != "0.5" else "sink = torch.full((1, 1, 1, 1), 0.5, dtype=D, device=s.device)")
+    if draft.maybe():
+        # Exponentials, divided before or after the product with v.
+        most = "s.amax(-1, keepdim=True)"
+        most = draft.pick(most, f"{most}.detach()", f"torch.maximum({most}, sink)")
+        term = draft.pick(*[" + (sink - a).exp()"] * 3, "", "", " + sink.exp()", " + 1")
+        draft.add(f"a = {most}", "e = (s - a).exp()", f"z = e.sum(-1, keepdim=True){term}")
+        v = "v" if draft.dtype == draft.widest else "v.to(e.dtype)"
+        draft.add(
+            draft.pick(
+                f"o = (e @ {v}) / z",
+                f"o = (e @ {v}) / z",
+                f"o = torch.einsum('bhqk,bhkd->bhqd', e, {v}) * z.reciprocal()",
+                f"o = (e @ {v}) * (1 / z)",
+                f"o = (e / z) @ {v}",
+                f"o = ((e @ {v}).transpose(1, 2) / z.transpose(1, 2)).transpose(1, 2)",
+            ),
+            "o = o.to(v.dtype)",
+        )
+        return
+    draft.add(
+        draft.pick(
+            *["lse = s.logsumexp(-1, keepdim=True)"] * 3,
+            "lse = torch.logsumexp(s, 3)[..., None]",
+            "lse = s.exp().sum(-1, keepdim=True).log()",
+            "lse = s.amax(-1, keepdim=True); lse = lse + (s - lse).exp().sum(-1, keepdim=True).log()",
+            "lse = (s * 0.5).logsumexp(-1, keepdim=True)"
+            if draft.maybe(4)
+            else "lse = s.logsumexp(dim=(3,)).unsqueeze(3)",
+        )
+    )
+    gates = [
+        "torch.sigmoid(lse - sink)",
+        "(lse - sink).sigmoid()",
+        "1 / (1 + (sink - lse).exp())",
+        "(1 - torch.sigmoid(sink - lse))",
+        "(lse - torch.logaddexp(lse, sink)).exp()",
+        "lse.exp() / (lse.exp() + sink.exp())",
+        "torch.stack(torch.broadcast_tensors(lse, sink)).softmax(0)[0]",
+        "F.logsigmoid(lse - sink).exp()",
+        "(torch.tanh((lse - sink) / 2) + 1) / 2",
+    ]
+    if draft.maybe(6):
+        gates = [
+            "torch.sigmoid(sink - lse)",
+            "torch.sigmoid(lse + sink)",
+            "torch.sigmoid((lse - sink) * 0.5)",
+            "(lse - sink)",
+        ]
+    gate = draft.pick(*gates)
+    draft.add("w = s.softmax(-1).to(v.dtype)")
+    forms = (
+        f"o = (w @ v) * {gate}",
+        f"o = w @ v; o = o * {gate}",
+        f"o = {gate} * (w @ v)",
+        f"g = {gate}; o = ((w @ v).transpose(1, 2) * g.transpose(1, 2)).transpose(1, 2)",
+        f"w = w * {gate}; o = w.to(v.dtype) @ v",
+        f"g = {gate}; o = w @ v; o = o - o * (1 - g)",
+        f"g = {gate}.transpose(1, 2).expand(-1, -1, -1, v.shape[3]).flatten(2); o = (w @ v).transpose(1, 2).flatten(2) * g; "
+        "o = o.unflatten(2, (v.shape[1], -1)).transpose(1, 2)",
+        *([f"o = w @ v; o.mul_({gate})"] if draft.writes else []),
+    )
+    draft.add(draft.pick(*forms))
+
+
 def _change(draft: Draft) -> None:
     seen = draft.name("seen")
     changes = [
