@@ -239,10 +239,10 @@ def _operands(
 
 
 def _copied(site: Site, spec: AttentionSpec, builder: GraphBuilder, name: str, x: fx.Node) -> fx.Node:
-    """Make q, k or v contiguous, with zeros up to the spec's head dim."""
-    missing = getattr(spec, name).shape[-1] - x.meta["example_value"].shape[-1]
-    if missing:
-        return builder.call(torch.Tensor.contiguous, builder.call(torch.constant_pad_nd, x, (0, missing)))
+    """Make q, k or v contiguous, with zeros up to the spec's head dim. A symbolic one gets none."""
+    own, wanted = axes.size_expr(x.meta["example_value"].shape[-1]), getattr(spec, name).shape[-1]
+    if own.is_Integer and own != wanted:
+        return builder.call(torch.Tensor.contiguous, builder.call(torch.constant_pad_nd, x, (0, wanted - int(own))))
     if name in layout.told_wrong(site.match):
         # AOTAutograd keeps this op even where tracing says that `x` is contiguous.
         return builder.call(torch.clone, x, memory_format=torch.contiguous_format)
@@ -255,7 +255,7 @@ def finish(mirror: Mirror, site: Site, builder: GraphBuilder, out: fx.Node, old:
 
 
 def _without_zeros(site: Site, spec: AttentionSpec, builder: GraphBuilder, out: fx.Node) -> fx.Node:
-    """Cut the output to the model's head dim. A symbolic head dim never gets zeros."""
+    """Cut the output to the model's head dim."""
     width = axes.dim_size(site.match.axes.head_dim_v)
     is_wider = width.is_Integer and width != spec.head_dim_v
     return builder.call(torch.narrow, out, 3, 0, int(width)) if is_wider else out

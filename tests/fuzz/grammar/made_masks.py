@@ -32,19 +32,15 @@ def made(draft: Draft) -> str:
         f"{c} = {base}.repeat_interleave(2, {dim}).narrow({dim}, 1, {base}.shape[{dim}])",
         f"{c} = {base}.repeat(2, 1)[:n]",
         f"{c} = {base}.repeat(1, 2)[:, {a}:m + {a}]",
-        f"{c} = {base}.expand(2, n, m)[1]",
         f"{c} = {base}.reshape(-1).view(n, m)",
         f"{c} = {base}[torch.arange(n, device=q.device)]",
         f"{c} = {base}[:, torch.arange(m, device=q.device).flip(0)]",
         f"{c} = {base}.index_select(1, (torch.arange(m, device=q.device) + 1).clamp(max=m - 1))",
         f"{c} = {base}.gather(1, ((j + i) % m).expand(n, m))",
         f"{c} = torch.diff(torch.arange(m, device=q.device) * {a}, prepend=torch.ones(1, dtype=torch.int64, device=q.device))[None] < i",
-        f"{c} = torch.stack([{base}, {base}], {dim % 2}).select({dim % 2}, 1)",
         f"{c} = {base}.unsqueeze(0).transpose(1, 2).squeeze(0).t()",
         f"{c} = {base}.float().{draft.pick('bool()', 'gt(0.5)', 'ne(0)', 'long().bool()')}",
-        f"{c} = (1 - {base}.float()) == 0",
         f"{c} = (1 - {base}.float()) * 2 <= 1",
-        f"{c} = {base} ^ torch.{draft.pick('ones', 'zeros')}(n, m, dtype=torch.bool, device=q.device)",
         f"{c} = torch.vmap(torch.vmap(lambda x, y: (x >= y) | (y < {b}), (None, 0)), (0, None))(i[:, 0], j[0])",
         f"{c} = torch.vmap(lambda x: (x - j[0]).abs() <= {b})(i[:, 0])",
         f"{c} = torch.vmap(lambda x: (x >= i[:, 0]) | (x == 0), out_dims=1)(j[0])",
@@ -78,8 +74,6 @@ def _moved(draft: Draft) -> str:
         "(torch.arange(m, device=q.device).repeat_interleave(2, dim=0)[:m] == (i // 2)) | (i >= j)",
         "(torch.arange((n + 1) // 2, device=q.device)[:, None] + 1 > j).repeat_interleave(2, 0)[:n]",
         "(i >= torch.arange((m + 1) // 2, device=q.device)[None]).repeat_interleave(2, 1)[:, :m]",
-        "torch.ones(n, m, dtype=torch.bool, device=q.device)",
-        "(torch.ones(n, m, device=q.device).tril() == 1)",
         f"torch.ones((n, m), dtype=torch.int64, device=q.device).tril({a}) > 0",
         "(torch.arange(m - n, m, device=q.device)[:, None] >= j) | (j == 0)",
         f"(torch.arange({a}, n + {a}, device=q.device)[:, None] >= j)",
@@ -184,7 +178,6 @@ def written(draft: Draft) -> str:
             )
         )
         return c
-    value = draft.pick("True", "False", condition(draft, 0))
     row = draft.pick("True", "False", "(j[0] < 2)")
     a, b = draft.number(0, 2), draft.number(1, 3)
     forms = [
@@ -207,11 +200,9 @@ def written(draft: Draft) -> str:
         f"{c}[{condition(draft, 0)}] = True",
         f"for x in range({c}.shape[0]): {c}[x, : x + {b}] = {draft.pick('True', 'False')}",
         f"for x in range({c}.shape[0]): {c}[x, max(0, x - {b}) : x + 1] = True",
-        f"{c}.diagonal().fill_(True)",
         f"{c}[:1].add_(1)" if ".long()" in start else f"{c}[:, 0].logical_not_()",
         f"{c}[torch.where(i[:, 0] < 2)[0]] = True" if draft.maybe(6) else f"{c}.narrow(0, 0, 1).zero_()",
         f"{c}.select(1, 0).fill_(True)",
-        f"{c}[...] = {value}",
     ]
     for _ in range(draft.number(1, 2)):
         draft.add(draft.pick(*forms))

@@ -143,3 +143,14 @@ def test_strides_that_tracing_tells_wrong_are_not_relied_on(moved: Callable[[Ten
     run = compiled(function, lowering="sdpa_cpu_flash", inner=inner)
     torch.testing.assert_close(run(q, k, v), function(q, k, v))
     assert [copy.operand for copy in run.site.copies] == ([] if inner == "inductor" else ["k"])
+
+
+def test_a_symbolic_head_dim_gets_no_zeros() -> None:
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q @ k.mT).softmax(-1) @ v.roll(1, 2)
+
+    run = compiled(function, lowering="reference", inner="aot_eager", dynamic=True)
+    for dim in (5, 7, 8):
+        q, k, v = (torch.randn(B, H, S, dim) for _ in range(3))
+        torch.testing.assert_close(run(q, k, v), function(q, k, v))
+    assert [(copy.operand, run.site.spec.v.shape[-1]) for copy in run.site.copies] == [("v", "s89")]
