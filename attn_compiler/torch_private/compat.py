@@ -13,7 +13,7 @@ import inspect
 import logging
 import os
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -176,6 +176,26 @@ def graph_devices(gm: fx.GraphModule) -> tuple[torch.device, ...]:
 def is_wrapper_subclass(value: Any) -> bool:
     """Return True if `value` is a tensor that wraps others (DTensor, nested ...): its ops are not those of a plain tensor."""
     return bool(is_traceable_wrapper_subclass(value))
+
+
+def names_inside(value: Any) -> list[str]:
+    """Return the attributes of a wrapping tensor that hold the tensors inside."""
+    names: list[str] = value.__tensor_flatten__()[0]
+    return names
+
+
+def wraps_plain(value: Any) -> bool:
+    """Return True if a tensor wraps plain ones, and is no DTensor and no nested tensor: those say how rows lie."""
+    if not is_wrapper_subclass(value) or value.is_nested or type(value).__module__.startswith("torch.distributed"):
+        return False
+    inside = [getattr(value, name) for name in names_inside(value)]
+    return not any(is_wrapper_subclass(x) for x in inside)
+
+
+def wrapped(like: Any, inside: Sequence[Any]) -> Any:
+    """Wrap tensors as another tensor does, in the order of `names_inside`."""
+    names, context = like.__tensor_flatten__()
+    return type(like).__tensor_unflatten__(dict(zip(names, inside, strict=True)), context, like.shape, like.stride())
 
 
 # ---- ops ------------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._library.fake_class_registry import FakeScriptObject
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import in_kernel_invocation_manager, unset_fake_temporarily
+from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
 from torch.fx.experimental.proxy_tensor import (
     _ProxyTensor,
     disable_proxy_modes_tracing,
@@ -123,6 +124,11 @@ def trace_pre_dispatch(
     )
     with mode or detect_fake_mode(list(args)) or FakeTensorMode(allow_non_fake_inputs=True):
         return traced(*args)
+
+
+def functional(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a function that is traced without writes in place, and with composite ops taken apart."""
+    return dispatch_functionalize(function, FunctionalTensorMode(pre_dispatch=True))
 
 
 #: ops that make and join masks, which PyTorch decomposes

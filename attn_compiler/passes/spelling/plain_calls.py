@@ -14,12 +14,18 @@ from attn_compiler.passes.graph import faults
 from attn_compiler.passes.graph.calls import Trying
 from attn_compiler.passes.graph.spelling import Spelling
 from attn_compiler.passes.graph.unit import Unit, module_path
-from attn_compiler.passes.spelling import dtensors, expand, flex, joined_keys, keys_last, library_calls
+from attn_compiler.passes.spelling import dtensors, expand, flex, joined_keys, keys_last, library_calls, quantised
 
 
 def expanded(unit: Unit, spelling: Spelling) -> Spelling:
-    """Replace calls that hide an attention, such as F.multi_head_attention_forward, by their ops."""
-    return replace(spelling, expanded=tuple(expand.expand_calls(unit.graph_module, _trying(unit))))
+    """Replace calls that hide an attention, such as F.multi_head_attention_forward, by their ops.
+
+    With `unpad`, also linear layers that hide how they quantise.
+    """
+    names = expand.expand_calls(unit.graph_module, _trying(unit))
+    if unit.options.unpad:
+        names += quantised.spell_quantised(unit.graph_module, _trying(unit))
+    return replace(spelling, expanded=tuple(names))
 
 
 def on_local_tensors(unit: Unit, spelling: Spelling) -> Spelling:

@@ -230,6 +230,8 @@ def _require(context: Context, node: fx.Node) -> None:
         raise refused(node, "it is a product of two tensors of positions")
     if target is aten.addmm.default and views.value(tensors[0]).dim() != 1:
         raise refused(node, "it adds a tensor of positions")
+    if target is aten._int_mm.default and views.value(node).device.type != "cpu":
+        raise refused(node, "a product of int8 numbers takes more than 16 rows on a GPU")
     if target is aten.cross_entropy_loss.default:
         if views.argument(node, "reduction") != 0:
             raise refused(node, "it sums over positions")
