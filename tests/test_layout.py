@@ -62,11 +62,11 @@ LINES = {
     "passes/spelling": 2764,  # spells out quantised weights; checkpoints ask for themselves whether they are inlined
     "passes/unpad": 2714,  # int8; with its run time and its outcome, which stood in torch_private/ and graph/
     "passes/writing": 2143,  # the name of a model; remedies of sites; with the state of delayed FP8 scaling, which stood in torch_private/
-    "reasons": 833,  # a copy has a remedy, an estimate has words; a reason without a remedy has that of its page
+    "reasons": 835,  # names that begin so; a copy has a remedy, an estimate has words; a reason without a remedy has that of its page
     "reporting": 2907,  # names of models; programs of a site with its recipe and functions of sizes; a short report
     "spec": 2083,
     # Says what is compiled for another process; the kernels folder is set for graphs with CUDA; a switch of Dynamo is set for each call.
-    "torch_private": 3389,  # opens tensors that wrap others; names the model of a graph
+    "torch_private": 3402,  # opens tensors that wrap others; names the model of a graph; ranges in profiles
     "verifying": 2672,
 }
 
@@ -89,15 +89,15 @@ TEST_LINES = {
     "integrations": 1234,
     "lowerings": 35847,  # tables of schedules and of intervals that begin alike
     "near_miss": 6846,
-    "options": 319,
+    "options": 321,  # names that begin so
     # The spellings of sinks are a table of their own.
     "passes": 34116,  # int8 without padding; symbolic head dims; a remedy for copies; masks read in full; with tests from torch_private/
     "reasons": 431,  # each remedy is held to one short sentence
     "reporting": 2657,  # names of models; programs of sites, with FP8 and symbolic sizes; the short report; each reason has a remedy
     "spec": 1446,
-    "torch_private": 2378,  # a CUDA in use is planted; the folder of kernels is asked for here, no longer in lowerings
+    "torch_private": 2390,  # ranges in profiles; a CUDA in use is planted; the folder of kernels is asked for here, no longer in lowerings
     "verifying": 3123,
-    "website": 675,  # made tables are held row by row
+    "website": 686,  # variables; made tables are held row by row
 }
 
 

@@ -357,5 +357,7 @@ class CannotCompare(AttnCompilerError):
 
 
 def nearest(name: str, candidates: Iterable[str], limit: int = 3) -> tuple[str, ...]:
-    """The candidates that `name` may be a misspelling of, the likeliest first."""
-    return tuple(difflib.get_close_matches(name, list(candidates), n=limit))
+    """The candidates that `name` may be the beginning or a misspelling of, the likeliest first."""
+    known = list(candidates)
+    begun = [one for one in known if name and one.startswith(name)]
+    return tuple(dict.fromkeys((*begun, *difflib.get_close_matches(name, known, n=limit))))[:limit]

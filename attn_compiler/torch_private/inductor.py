@@ -252,14 +252,16 @@ def call_directly(op: str, module: str, function: str, *, site: str | None = Non
         from torch._inductor.virtualized import V
 
         wrapper = V.graph.wrapper_code
+        called = alias
         if site is None or not _lies_the_same(node):
-            node.python_kernel_name = alias
             wrapper.add_import_once(f"from {module} import {function} as {alias}")
         else:
             # The name is unique in the code, subgraphs included.
-            node.python_kernel_name = f"{alias}_{node.get_name()}"
+            called = f"{alias}_{node.get_name()}"
             wrapper.add_import_once(f"from {module} import {site} as {alias}_class")
-            wrapper.add_import_once(f"{node.python_kernel_name} = {alias}_class()")
+            wrapper.add_import_once(f"{called} = {alias}_class()")
+        wrapper.add_import_once("from attn_compiler.torch_private.op_library import profiler, ranged")
+        node.python_kernel_name = f"(ranged({op!r}, {called}) if profiler._is_profiler_enabled else {called})"
         writeline(ExternKernelAllocLine(wrapper, node))
 
     CUSTOM_EXTERN_KERNEL_CODEGEN[f"torch.ops.{op.replace('::', '.')}.default"] = CustomCodegen(python=write)

@@ -76,6 +76,8 @@ def test_our_names_are_not_inductors() -> None:
     ("key", "nearest"),
     [
         ("stric", "strict"),
+        ("fp8", "fp8_recipe"),
+        ("attn.cache", "cache_rewrites"),
         ("attn.dumpdir", "dump_dir"),
         ("max_autotun", "max_autotune"),
         ("cudagraphs", "triton.cudagraphs"),

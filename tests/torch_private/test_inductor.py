@@ -209,6 +209,18 @@ def test_compiled_code_calls_the_function_where_there_is_no_class(bodies: Any, p
     assert bodies.calls == ["function"]
 
 
+@pytest.mark.parametrize("site", [None, "Place"])
+def test_a_profile_has_a_range_for_each_direct_call(site: str | None, bodies: Any, plus_one: Any) -> None:
+    torch_inductor.call_directly("attn_compiler_test::plus_one", bodies.__name__, "plus_one", site=site)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        compiled = torch.compile(lambda x: plus_one(plus_one(x).t()))
+        compiled(torch.zeros(4, 6))
+        with torch.profiler.profile() as profile:
+            compiled(torch.zeros(4, 6))
+    assert [event.name for event in profile.events()].count("attn_compiler_test::plus_one") == 2
+    assert len(bodies.calls) == 4
+
+
 def test_so_many_threads_compile_as_inductor_was_told() -> None:
     # Not by monkeypatch: what that puts back Inductor hides.
     with inductor_config.patch(compile_threads=3):

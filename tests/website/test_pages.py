@@ -167,6 +167,14 @@ def test_what_is_copied_is_there() -> None:
     assert any(path.startswith("tests/") for path in found)
 
 
+def test_every_variable_that_is_read_is_on_the_page_of_options() -> None:
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "attn_compiler").rglob("*.py"))
+    read = re.findall(r"""(?:environ(?:\.get)?[\[(]|_VARIABLE = )["']([A-Z0-9_]+)["']""", sources)
+    page = (DOCS / "reference/options.md").read_text(encoding="utf-8")
+    assert {"ATTN_COMPILER_DUMP_DIR", "TRITON_INTERPRET", "DISABLE_MMA_V3"} <= set(read)
+    assert [name for name in read if name not in page] == []
+
+
 def test_anchors_of_links_are_headings() -> None:
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")]
     assert [f"{page.name}: {target}#{anchor}" for page in pages for target, anchor in _lost(page)] == []
