@@ -12,6 +12,7 @@ holds a reference to its tensor.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
 import weakref
@@ -34,11 +35,12 @@ class Known:
     """The elements of a tensor.
 
     element: over `indices(dims)`. It may load other elements of the tensor itself. Its sizes are those of the tensor's axes.
-    dims: the rank of the tensor.
+    dims: the rank of the tensor. if_square: the facts hold only where the tensor has as many keys as queries.
     """
 
     element: Expr
     dims: int
+    if_square: bool = False
 
     @property
     def words(self) -> str:
@@ -97,6 +99,8 @@ _entries: dict[int, _Entry] = {}
 
 def remember(tensor: torch.Tensor, known: Known) -> None:
     """Keep facts about a tensor for as long as it lives and is not written to."""
+    if known.if_square and tensor.shape[-2] != tensor.shape[-1]:
+        return
     watched = torch_writes.is_watchable(tensor)
     if tensor.is_inference() or (watched and not torch_writes.watch(tensor)):
         return
@@ -108,7 +112,7 @@ def remember(tensor: torch.Tensor, known: Known) -> None:
         shape=tensor.shape,
         strides=tensor.stride(),
         dtype=tensor.dtype,
-        known=known,
+        known=dataclasses.replace(known, if_square=False),
         watched=watched,
     )
     _entries[key] = entry

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import threading
 from collections.abc import Callable
@@ -88,6 +89,13 @@ def test_of_tensors_whose_writes_are_not_counted_nothing_is_known() -> None:
         known_masks.remember(tensor, KNOWN)
         assert known_masks.recall(tensor) is None
     assert known_masks.recall(tensor) is None
+
+
+@pytest.mark.parametrize(("keys", "found"), [(3, KNOWN), (4, None)])
+def test_facts_of_squares_are_kept_of_squares(keys: int, found: Known | None) -> None:
+    mask = torch.ones(2, 3, keys, dtype=torch.bool)
+    known_masks.remember(mask, dataclasses.replace(KNOWN, if_square=True))
+    assert known_masks.recall(mask) == found
 
 
 def test_entries_go_with_their_tensors() -> None:

@@ -86,6 +86,23 @@ def test_a_mask_keeps_its_meaning_over_a_graph_break(
     assert all(v.error is None or v.error <= v.allowed for v in attn_compiler.verifications() if v.allowed is not None)
 
 
+def _window_of_two(q: Tensor, k: Tensor, kept: Tensor) -> Tensor:
+    """Queries and keys are counted by tensors of their own, so that their graph has a symbol for each."""
+    i, j = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
+    mask = ((i - j).abs() < 3) & kept[:, None, None]
+    torch._dynamo.graph_break()
+    return F.scaled_dot_product_attention(q, k, k, attn_mask=mask, scale=0.3)
+
+
+@pytest.mark.parametrize(("queries", "keys", "is_known"), [(16, 16, True), (16, 18, False)])
+def test_a_window_of_two_sizes_is_known_where_it_is_square(queries: int, keys: int, is_known: bool) -> None:
+    run = compiled(_window_of_two, dynamic=True, inner="aot_eager", verify=True)
+    q, k, kept = torch.randn(B, H, queries, D), torch.randn(B, H, keys, D), torch.ones(B, keys, dtype=torch.bool)
+    kept[0, 5:7] = False
+    torch.testing.assert_close(run(q, k, kept), _window_of_two(q, k, kept), equal_nan=True)
+    assert (_site(run).spec.mask.reason is None) is is_known
+
+
 @pytest.mark.parametrize("make", [documents, two_of_a_kind])
 def test_what_no_row_says_stays_a_dense_mask(make: Callable[[Tensor], Tensor]) -> None:
     function, q = broken(make), torch.randn(B, H, S, D)

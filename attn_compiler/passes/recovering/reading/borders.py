@@ -10,7 +10,7 @@ masks a key in that row that it allows in another row. For "causal, and these ke
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -136,25 +136,32 @@ def _input_like(unit: Unit, example: torch.Tensor) -> fx.Node | None:
 def known_of(x: Expr, value: torch.Tensor) -> Known | None:
     """Return the facts about a tensor in terms of the tensor alone, or None. x: its element, over known_masks.indices."""
     found = of_itself(x, x.facts.tensors, value)
+    # The sizes of a small graph are often all symbols of their own, although a call has as many keys as queries.
+    if_square = found is None
+    if found is None:
+        found = of_itself(x, x.facts.tensors, value, if_square=True)
     if found is None:
         return None
     by_size = {size(axes.size_expr(s)): size_of_axis(axis) for axis, s in enumerate(value.shape)}
     element = throughout(found, lambda part: by_size.get(part, part) if isinstance(part, ix.Size) else part)
     own = {size_of_axis(axis).name for axis in range(value.dim())}
-    return Known(element=element, dims=value.dim()) if ix.sizes(element) <= own else None
+    known = Known(element=element, dims=value.dim(), if_square=if_square)
+    return known if ix.sizes(element) <= own else None
 
 
-def of_itself(x: Expr, foreign: Iterable[str], value: torch.Tensor) -> Expr | None:
-    """Replace missing tensors in x by a row of the tensor itself; None if no row says the same. value: the tensor."""
+def of_itself(x: Expr, foreign: Iterable[str], value: torch.Tensor, *, if_square: bool = False) -> Expr | None:
+    """Replace missing tensors in x by a row of the tensor itself; None if no row says the same. value: the tensor. if_square: say what
+    holds where the tensor has as many keys as queries."""
     foreign = frozenset(foreign)
     if not x.facts.tensors & foreign:
         return x
+    rows = _rows(value, if_square)
     if ix.kind_of(x) == "bool":
-        return _condition(x, foreign, value, lambda at: own_element(at, "bool"))
+        return _condition(x, foreign, value, rows, lambda at: own_element(at, "bool"))
     if isinstance(x, Apply) and x.op == "where" and _are_two_numbers(x):
         condition, chosen, _ = x.args
         kind = kind_of_dtype(value.dtype)
-        told = _condition(condition, foreign, value, lambda at: ix.apply("eq", own_element(at, kind), chosen))
+        told = _condition(condition, foreign, value, rows, lambda at: ix.apply("eq", own_element(at, kind), chosen))
         return None if told is None else ix.where(told, *x.args[1:])
     return None
 
@@ -170,22 +177,25 @@ def _are_two_numbers(x: Apply) -> bool:
     )
 
 
-def _condition(x: Expr, foreign: frozenset[str], value: torch.Tensor, element: object) -> Expr | None:
-    """Replace missing tensors in a condition by an element of the tensor itself, or return None. element: returns the condition that an
-    element stands for."""
-    if value.dim() < 2:
-        return None
+def _condition(
+    x: Expr,
+    foreign: frozenset[str],
+    value: torch.Tensor,
+    rows: Sequence[tuple[Expr, Expr]],
+    element: Callable[[tuple[Expr, ...]], Expr],
+) -> Expr | None:
+    """Replace missing tensors in a condition by an element of the tensor itself in one of the rows, or return None. element: returns the
+    condition that an element stands for."""
     parts = x.args if isinstance(x, Apply) and x.op == "and" else (x,)
     own = known_masks.indices(value.dim())
-    query, key = own[-2], own[-1]
-    if any(ix.mentions(part, query) for part in parts if part.facts.tensors & foreign):
-        return None
     # A row expresses every condition that is the same for all queries: the padding keys, and their number.
-    rest = [part for part in parts if ix.mentions(part, query)]
-    ranges = _ranges(value)
-    for row, place in _rows(value, key):
-        if all(_holds_there(part, query, row, ranges) for part in rest):
-            return ix.apply("and", *rest, element((*own[:-2], place, key)))  # type: ignore[operator]
+    for row, place in rows:
+        query = own[-2]
+        rest = [part for part in parts if ix.mentions(part, query)]
+        if any(part.facts.tensors & foreign for part in rest):
+            return None
+        if all(_holds_there(part, query, row, _ranges(value)) for part in rest):
+            return ix.apply("and", *rest, element((*own[:-2], place, own[-1])))
     return None
 
 
@@ -200,15 +210,18 @@ def _holds_there(x: Expr, query: Index, row: Expr, ranges: Ranges) -> bool:
     return ix.decide(Test(">=", ix.combine(there.form, x.form, -1)), ranges) == ix.TRUE
 
 
-def _rows(value: torch.Tensor, key: Index) -> Sequence[tuple[Expr, Expr]]:
+def _rows(value: torch.Tensor, if_square: bool) -> Sequence[tuple[Expr, Expr]]:
     """Return queries that may see every key that any query sees: the last one and, on a square, each key's own. Each is an index of this
     tensor, and an index of any such tensor."""
+    if value.dim() < 2:
+        return ()
     queries, keys = (axes.size_expr(s) for s in value.shape[-2:])
-    last = size(queries)
+    key, last = known_masks.indices(value.dim())[-1], size(queries)
     found: list[tuple[Expr, Expr]] = []
     if last is not None:
         found.append((ix.add(last, Const(-1)), ix.add(size_of_axis(value.dim() - 2), Const(-1))))
-    return [*found, (key, key)] if queries == keys else found
+    may_be_square = if_square and any(isinstance(s, torch.SymInt) for s in value.shape[-2:])
+    return [*found, (key, key)] if queries == keys or may_be_square else found
 
 
 def _ranges(value: torch.Tensor) -> Ranges:

@@ -71,6 +71,7 @@ def test_a_window_says_nothing_where_no_diagonal_does() -> None:
     wide = torch.empty(B, 1, S, S + 1, dtype=torch.bool)
     assert of_itself(_and(WINDOW, PADDING), ["padding"], wide) is None
     assert of_itself(PADDING, ["padding"], wide) is not None
+    assert known_of(_and(WINDOW, PADDING), wide) is None
 
 
 def test_what_is_at_hand_stays_as_it_is() -> None:
