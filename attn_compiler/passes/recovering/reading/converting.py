@@ -14,6 +14,7 @@ three assumptions:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
@@ -118,12 +119,27 @@ def converted(x: Expr, source: torch.dtype | None, dtype: torch.dtype, within: R
     if dtype == torch.bool:
         return ix.as_bool(x)
     if not dtype.is_floating_point:
+        x = whole_part(x, within) or x
         if not _holds_all_of(dtype, source) and not fits(x, dtype, within):
             return None
         return ix.as_int(x) if ix.kind_of(x) != "float" else ix.apply("int", x)
     if source is not None and source.is_floating_point and torch.promote_types(source, dtype) == dtype:
         return x
     return _rounded(x, dtype, within)
+
+
+def whole_part(x: Expr, within: Ranges, *, floor: bool = False) -> Expr | None:
+    """Return a float, rounded towards zero or down, as an integer; None if that may be another one. Only a quotient by a power of two is
+    exact: a CUDA device multiplies by the reciprocal of a number, and 49 / 49 is below 1 there."""
+    match x:
+        case Apply(op="float", args=(a,)) if ix.kind_of(a) == "int":
+            return a
+        case Apply(op="div" | "mul" as op, args=(Apply(op="float", args=(a,)), Const(value=number))):
+            by = number if op == "div" else 1 / number if number else 0.0
+            low, _ = bounds(a, within) if ix.kind_of(a) == "int" else (None, None)
+            if by >= 1 and math.frexp(by)[0] == 0.5 and low is not None and (floor or low >= 0):
+                return ix.apply("floordiv", a, Const(int(by)))
+    return None
 
 
 def _holds_all_of(dtype: torch.dtype, source: torch.dtype | None) -> bool:

@@ -14,8 +14,8 @@ from attn_compiler.index_expr import Apply, Const, Expr, Index
 from attn_compiler.passes.graph import axes
 from attn_compiler.passes.graph.views import argument
 from attn_compiler.passes.recovering.reading import scattered
-from attn_compiler.passes.recovering.reading.converting import converted, fits
-from attn_compiler.passes.recovering.reading.core import At, Reader, ReadOp, computed_of
+from attn_compiler.passes.recovering.reading.converting import converted, fits, whole_part
+from attn_compiler.passes.recovering.reading.core import At, Reader, ReadOp, broadcast, computed_of
 from attn_compiler.passes.recovering.reading.nodes import fake, size
 
 aten = torch.ops.aten
@@ -73,22 +73,36 @@ def _arithmetic(combine: Callable[..., Expr | None]) -> ReadOp:
 
 def _compare(op: str) -> ReadOp:
     """Make a rule of a comparison. Integers are compared by their difference with zero, which must fit, except in == and !=."""
-    pointwise = _pointwise(lambda a, b: ix.compare(op, a, b))
 
     def read(reader: Reader, node: fx.Node, at: At) -> Expr | None:
-        if op not in ("==", "!="):
-            sides = [_operand(reader, node, x, at, _common_dtype(node.args)) for x in node.args]
-            if not _differ_by_little(reader, node, sides, at):
-                return None
-        return pointwise(reader, node, at)
+        dtype = _common_dtype(node.args)
+        if any(_overflows(x, dtype) for x in node.args):
+            return None
+        a, b = (_compared(reader, node, x, at, dtype) for x in node.args)
+        if a is None or b is None or (op not in ("==", "!=") and not _differ_by_little(reader, node, a, b, at)):
+            return None
+        return ix.compare(op, a, b)
 
     return read
 
 
-def _differ_by_little(reader: Reader, node: fx.Node, sides: list[Expr | None], at: At) -> bool:
+def _compared(reader: Reader, node: fx.Node, x: Any, at: At, dtype: torch.dtype) -> Expr | None:
+    """Return an operand of a comparison. Rounded numbers of queries alone, or of keys alone, are loaded from their tensor."""
+    element = _operand(reader, node, x, at, dtype)
+    if element is None or ix.is_exact(element) or not isinstance(x, fx.Node) or reader.varies(x):
+        return element
+    is_of_fewer = sum(s != axes.ONE for s in axes.shape_exprs(fake(x))) < sum(
+        s != axes.ONE for s in axes.shape_exprs(fake(node))
+    )
+    if not is_of_fewer:
+        return element
+    loaded = reader.load(x, broadcast(fake(x), at))
+    return converted(loaded, fake(x).dtype, dtype, reader.within(loaded, node, at))
+
+
+def _differ_by_little(reader: Reader, node: fx.Node, a: Expr, b: Expr, at: At) -> bool:
     """True if 64 bits hold the difference of two integers, in either direction, plus one."""
-    a, b = sides
-    if a is None or b is None or "float" in (ix.kind_of(a), ix.kind_of(b)):
+    if "float" in (ix.kind_of(a), ix.kind_of(b)):
         return True
     apart = ix.add(a, b, -1)
     within = reader.within(apart, node, at)
@@ -291,6 +305,17 @@ def _floor_div(reader: Reader, node: fx.Node, at: At) -> Expr | None:
     return ix.apply("floordiv", a, b)
 
 
+def _whole_part(floor: bool) -> ReadOp:
+    """Make a rule of floor or trunc on floats that hold whole numbers, or their quotients."""
+
+    def read(reader: Reader, node: fx.Node, at: At) -> Expr | None:
+        x = reader.operand(node.args[0], fake(node).shape, at)
+        found = None if x is None else whole_part(x, reader.within(x, node, at), floor=floor)
+        return None if found is None else ix.as_float(found)
+
+    return read
+
+
 def _remainder(a: Expr, b: Expr) -> Expr | None:
     whole = ix.kind_of(a) == "int" and isinstance(b, Const) and isinstance(b.value, int) and b.value > 0
     return ix.apply("mod", a, b) if whole else None
@@ -316,6 +341,8 @@ READERS: dict[object, ReadOp] = {
     aten.clamp_min.default: _clamp,
     aten.clamp_max.default: _clamp,
     aten.div.Tensor: _rounded(_divide),
+    aten.floor.default: _whole_part(True),
+    aten.trunc.default: _whole_part(False),
     aten.reciprocal.default: _rounded(lambda x: _divide(Const(1.0), x)),
     aten.log.default: _rounded(lambda x: ix.apply("log", x)),
     aten.exp.default: _rounded(lambda x: ix.apply("exp", x)),
