@@ -38,6 +38,8 @@ _STEPS = (
         "dropout_ nan_to_num nan_to_num_ log_softmax minimum maximum normalize".split()
     )
 )
+#: ops that add a column of sinks to the scores
+_JOINS = frozenset({"cat", "concat", "concatenate"})
 #: ops allowed between a sum and the division by it
 _OF_SUMS = _STEPS | frozenset("reciprocal reciprocal_ pow __pow__".split())
 _TURNS = frozenset("transpose mT swapaxes t".split())
@@ -77,7 +79,8 @@ def find(graph: fx.Graph) -> list[WrittenOut]:
 
 
 def _written(exp: fx.Node) -> WrittenOut | None:
-    scores = next((x for x in _above(exp, _STEPS) if is_product(x) and _is_like(x, exp)), None)
+    above = _above(exp, _STEPS | _JOINS)
+    scores = next((x for x in above if is_product(x) and (_is_like(x, exp) or _is_one_wider(exp, x))), None)
     if scores is None:
         return None
     normalised = _normalised(exp)
@@ -276,6 +279,15 @@ def _is_like(node: fx.Node, other: fx.Node) -> bool:
     if not isinstance(one, torch.Tensor) or not isinstance(two, torch.Tensor):
         return False
     return bool(math.prod(axes.shape_exprs(one)) == math.prod(axes.shape_exprs(two)))
+
+
+def _is_one_wider(node: fx.Node, other: fx.Node) -> bool:
+    """Return whether a tensor has one element more along its last axis than another one."""
+    one, two = (x.meta.get("example_value") for x in (node, other))
+    if not isinstance(one, torch.Tensor) or not isinstance(two, torch.Tensor) or not one.dim():
+        return False
+    *first, last = axes.shape_exprs(two)
+    return list(axes.shape_exprs(one)) == [*first, last + 1]
 
 
 def _rank(node: fx.Node | None) -> int | None:

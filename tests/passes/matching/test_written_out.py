@@ -114,6 +114,21 @@ def in_blocks_of_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return out / total
 
 
+def _with_a_column(s: Tensor) -> Tensor:
+    s = torch.cat([s, torch.full((B, H, S, 1), 0.7)], -1)
+    return torch.exp(s - s.amax(-1, keepdim=True))
+
+
+def with_a_column_of_sinks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    e = _with_a_column(scores_of(q, k))
+    return (e / e.sum(-1, keepdim=True))[..., :-1] @ v
+
+
+def with_a_column_divided_after_the_product(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    e = _with_a_column(causal(scores_of(q, k)))
+    return (e[..., :-1] @ v) / e.sum(-1, keepdim=True)
+
+
 # ---- by its logarithm -------------------------------------------------------------------------------------------------
 
 
@@ -168,6 +183,8 @@ FOUND: tuple[Function, ...] = (
     with_a_one_more,
     by_a_power,
     in_blocks_of_keys,
+    with_a_column_of_sinks,
+    with_a_column_divided_after_the_product,
 )
 
 #: what none knows
