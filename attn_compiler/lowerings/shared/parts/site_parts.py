@@ -158,8 +158,8 @@ def _with_rest(spec: AttentionSpec, found: Parts, *, are_parts: bool) -> Parts:
     if not spec.mask.is_partial or spec.score.proved or spec.score.bias is not None:
         # The tensor masks too. The parts only allow skipping work.
         return _with_tensor(spec, found)
-    # The tensor holds the whole mask. Only the band is known before it is read.
-    return _with_tensor(spec, Parts(band=found.band), only_masks=True)
+    # The tensor holds the whole mask. Tiles that the parts rule out are not read.
+    return _with_tensor(spec, dataclasses.replace(found, keys=None), only_masks=True)
 
 
 def _with_tensor(spec: AttentionSpec, found: Parts, *, only_masks: bool = False) -> Parts:
