@@ -16,6 +16,8 @@ N = 7
 WITHIN = {"q": Linear((), N - 1), "k": Linear((), N - 1)}
 #: truth values of keys
 KEPT = ix.as_bool(Load("kept", (K,), "int"))
+#: numbers of documents, of one tensor and of two
+SAME, OTHERS = (ix.compare("==", Load("own", (Q,), "int"), Load(name, (K,), "int")) for name in ("own", "other"))
 
 
 def _le(a: Expr, b: Expr | int) -> Expr:
@@ -23,7 +25,7 @@ def _le(a: Expr, b: Expr | int) -> Expr:
 
 
 def _holds(x: Expr, q: int, k: int) -> bool:
-    return bool(ix.evaluate(x, {"q": q, "k": k}, lambda _, at: int(at[0] % 3 == 0)))
+    return bool(ix.evaluate(x, {"q": q, "k": k}, lambda name, at: at[0] // 3 if name == "own" else int(at[0] % 3 == 0)))
 
 
 def _assert_same(before: Expr, after: Expr) -> None:
@@ -50,6 +52,14 @@ FEWER: dict[str, tuple[Expr, Expr]] = {
         _both(_le(K, ix.add(Q, Const(3))), _either(KEPT, _le(K, 2))),
     ),
     "a part that follows": (_both(_le(K, 2), _le(K, ix.add(Q, Const(3))), KEPT), _both(_le(K, 2), KEPT)),
+    "a diagonal within documents": (
+        _either(_both(SAME, KEPT), ix.compare("==", K, Q)),
+        _both(SAME, _either(KEPT, ix.compare("==", K, Q))),
+    ),
+    "a diagonal beside another's documents": (
+        _either(_both(OTHERS, KEPT), ix.compare("==", K, Q)),
+        _either(_both(OTHERS, KEPT), ix.compare("==", K, Q)),
+    ),
     "what differs from a value": (_either(ix.compare("!=", K, ix.add(Q, Const(9))), _le(K, 2)), ix.TRUE),
 }
 
@@ -71,7 +81,7 @@ def test_any_alternatives_keep_their_meaning(seed: int) -> None:
         return ix.compare(draw.choice(("<=", ">=", "==", "!=")), form, Const(draw.randint(-4, 7)))
 
     def part() -> Expr:
-        return _both(*(KEPT if draw.random() < 0.15 else bound() for _ in range(draw.randint(1, 3))))
+        return _both(*(draw.choice((KEPT, SAME)) if draw.random() < 0.2 else bound() for _ in range(draw.randint(1, 3))))
 
     before = ix.decide(_both(*(_either(*(part() for _ in range(draw.randint(1, 5)))) for _ in range(2))), WITHIN)
     _assert_same(before, alternatives.fewer(before, WITHIN))
