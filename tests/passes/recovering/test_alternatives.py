@@ -81,7 +81,9 @@ def test_any_alternatives_keep_their_meaning(seed: int) -> None:
         return ix.compare(draw.choice(("<=", ">=", "==", "!=")), form, Const(draw.randint(-4, 7)))
 
     def part() -> Expr:
-        return _both(*(draw.choice((KEPT, SAME)) if draw.random() < 0.2 else bound() for _ in range(draw.randint(1, 3))))
+        return _both(
+            *(draw.choice((KEPT, SAME)) if draw.random() < 0.2 else bound() for _ in range(draw.randint(1, 3)))
+        )
 
     before = ix.decide(_both(*(_either(*(part() for _ in range(draw.randint(1, 5)))) for _ in range(2))), WITHIN)
     _assert_same(before, alternatives.fewer(before, WITHIN))

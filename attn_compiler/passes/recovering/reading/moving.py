@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import sympy
@@ -24,21 +24,29 @@ aten = torch.ops.aten
 _TO_THE_END = torch.iinfo(torch.int64).max
 
 
-def _unsqueeze(reader: Reader, node: fx.Node, at: At) -> Expr | None:
-    dim, source = dim_of(node), node.args[0]
-    if dim is None or not isinstance(source, fx.Node):
-        return None
-    dim %= len(at)
-    return reader.read(source, at[:dim] + at[dim + 1 :])
+def _by_indices(own: Callable[[fx.Node, fx.Node, At], At | None]) -> ReadOp:
+    """Make a rule of an op that moves elements. own: returns the indices in a tensor of the element of a node at `at`, or None."""
+
+    def read(reader: Reader, node: fx.Node, at: At) -> Expr | None:
+        source = node.args[0]
+        found = own(node, source, at) if isinstance(source, fx.Node) else None
+        return None if found is None or not isinstance(source, fx.Node) else reader.read(source, found)
+
+    return read
 
 
-def _reshaped(reader: Reader, node: fx.Node, at: At) -> Expr | None:
-    """Read view, reshape, squeeze, flatten. Axes that are split or merged need known sizes, except the outermost of each group."""
-    source = node.args[0]
-    if not isinstance(source, fx.Node):
-        return None
-    own = reindexed(at, fake(node), fake(source))
-    return None if own is None else reader.read(source, own)
+def _with(at: At, dim: int, own: Expr) -> At:
+    return (*at[:dim], own, *at[dim + 1 :])
+
+
+def _unsqueezed(node: fx.Node, source: fx.Node, at: At) -> At | None:
+    dim = dim_of(node)
+    return None if dim is None else at[: dim % len(at)] + at[dim % len(at) + 1 :]
+
+
+def _reshaped(node: fx.Node, source: fx.Node, at: At) -> At | None:
+    """Axes that are split or merged need known sizes, except the outermost of each group."""
+    return reindexed(at, fake(node), fake(source))
 
 
 def reindexed(at: At, value: torch.Tensor, other: torch.Tensor) -> At | None:
@@ -98,21 +106,20 @@ def _unflattened(position: Expr | None, sizes: list[sympy.Expr]) -> list[Expr] |
     return [position, *indices]
 
 
-def _expanded(reader: Reader, node: fx.Node, at: At) -> Expr | None:
-    source = node.args[0]
-    return reader.read(source, broadcast(fake(source), at)) if isinstance(source, fx.Node) else None
+def _expanded(node: fx.Node, source: fx.Node, at: At) -> At | None:
+    return broadcast(fake(source), at)
 
 
-def _repeated(reader: Reader, node: fx.Node, at: At) -> Expr | None:
-    """Read repeat and tile: the whole tensor again and again, along new leading axes too."""
-    source, times = node.args[0], argument(node, "repeats", argument(node, "dims"))
-    if not isinstance(source, fx.Node) or not isinstance(times, (list, tuple)):
+def _repeated(node: fx.Node, source: fx.Node, at: At) -> At | None:
+    """The whole tensor comes again and again, along new leading axes too."""
+    times = argument(node, "repeats", argument(node, "dims"))
+    if not isinstance(times, (list, tuple)):
         return None
     sizes = axes.shape_exprs(fake(source))
     times = [1] * (len(at) - len(times)) + list(times)
     new = len(at) - len(sizes)
     own = [_within(i, s, n) for i, s, n in zip(at[new:], sizes, times[new:], strict=True)]
-    return None if any(i is None for i in own) else reader.read(source, tuple(i for i in own if i is not None))
+    return None if any(i is None for i in own) else tuple(i for i in own if i is not None)
 
 
 def _within(i: Expr, size: sympy.Expr, times: object) -> Expr | None:
@@ -124,27 +131,20 @@ def _within(i: Expr, size: sympy.Expr, times: object) -> Expr | None:
     return ix.apply("mod", i, Const(int(size))) if size.is_Integer else None
 
 
-def _repeated_in_place(reader: Reader, node: fx.Node, at: At) -> Expr | None:
-    """Read repeat_interleave with the same number of times for each element."""
-    source, times, dim = node.args[0], argument(node, "repeats"), dim_of(node)
-    if not isinstance(source, fx.Node) or dim is None:
+def _repeated_in_place(node: fx.Node, source: fx.Node, at: At) -> At | None:
+    """Each element comes the same number of times."""
+    times, dim = argument(node, "repeats"), dim_of(node)
+    if dim is None:
         return None
     dim %= len(at)
-    alone = axes.shape_exprs(fake(source))[dim] == axes.ONE
-    if not alone and not isinstance(times, int):
-        return None
-    own = ix.ZERO if alone else ix.apply("floordiv", at[dim], Const(times))  # type: ignore[arg-type]
-    return reader.read(source, (*at[:dim], own, *at[dim + 1 :]))
+    if axes.shape_exprs(fake(source))[dim] == axes.ONE:
+        return _with(at, dim, ix.ZERO)
+    return _with(at, dim, ix.apply("floordiv", at[dim], Const(times))) if isinstance(times, int) else None
 
 
-def _permuted(reader: Reader, node: fx.Node, at: At) -> Expr | None:
-    source, order = node.args[0], permuted(node, len(at))
-    if order is None or not isinstance(source, fx.Node):
-        return None
-    own: list[Expr] = [ix.ZERO] * len(at)
-    for position, dim in enumerate(order):
-        own[dim] = at[position]
-    return reader.read(source, tuple(own))
+def _permuted(node: fx.Node, source: fx.Node, at: At) -> At | None:
+    order = permuted(node, len(at))
+    return None if order is None else tuple(at[order.index(dim)] for dim in range(len(at)))
 
 
 def permuted(node: fx.Node, rank: int) -> Order | None:
@@ -155,24 +155,21 @@ def permuted(node: fx.Node, rank: int) -> Order | None:
         return None
 
 
-def _select(reader: Reader, node: fx.Node, at: At) -> Expr | None:
-    dim, index, source = dim_of(node), argument(node, "index"), node.args[0]
-    if dim is None or not isinstance(index, int) or index < 0 or not isinstance(source, fx.Node):
+def _select(node: fx.Node, source: fx.Node, at: At) -> At | None:
+    dim, index = dim_of(node), argument(node, "index")
+    if dim is None or not isinstance(index, int) or index < 0:
         return None
     dim %= fake(source).dim()
-    return reader.read(source, (*at[:dim], Const(index), *at[dim:]))
+    return (*at[:dim], Const(index), *at[dim:])
 
 
-def _slice(reader: Reader, node: fx.Node, at: At) -> Expr | None:
-    dim, source = dim_of(node, 0), node.args[0]
-    step = argument(node, "step", 1)
-    if dim is None or not isinstance(source, fx.Node) or not isinstance(step, int):
+def _slice(node: fx.Node, source: fx.Node, at: At) -> At | None:
+    dim, step = dim_of(node, 0), argument(node, "step", 1)
+    if dim is None or not isinstance(step, int):
         return None
     dim %= len(at)
     first = first_of_slice(node, source, dim)
-    if first is None:
-        return None
-    return reader.read(source, (*at[:dim], ix.add(first, ix.mul(at[dim], Const(step))), *at[dim + 1 :]))
+    return None if first is None else _with(at, dim, ix.add(first, ix.mul(at[dim], Const(step))))
 
 
 def first_of_slice(node: fx.Node, source: fx.Node, dim: int) -> Expr | None:
@@ -227,51 +224,25 @@ def _picked(reader: Reader, node: fx.Node, at: At) -> Expr | None:
     return reader.read(source, (*at[:dim], picked, *at[dim + 1 :]))
 
 
-def _stacked(reader: Reader, node: fx.Node, at: At) -> Expr | None:
-    """Read stack: the index along the new axis selects a tensor."""
-    parts, dim = node.args[0], dim_of(node, 0)
-    if not isinstance(parts, (list, tuple)) or dim is None:
-        return None
-    dim %= len(at)
-    found: Expr | None = None
-    for i in reversed(_that_may_hold(at[dim], [axes.ONE] * (len(parts) - 1))):
-        part = parts[i]
-        if not isinstance(part, fx.Node):
-            return None
-        element = reader.read(part, (*at[:dim], *at[dim + 1 :]))
-        converted = converted_of(reader, element, node, fake(part).dtype, at)
-        if converted is None:
-            return None
-        found = converted if found is None else ix.where(ix.compare("<=", at[dim], Const(i)), converted, found)
-    return found
-
-
-def _flipped(reader: Reader, node: fx.Node, at: At) -> Expr | None:
-    """Read flip: an index counts from the end."""
-    source, dims = node.args[0], argument(node, "dims")
-    if not isinstance(source, fx.Node) or not isinstance(dims, (list, tuple)):
-        return None
-    own = list(at)
-    for dim in dims:
+def _flipped(node: fx.Node, source: fx.Node, at: At) -> At | None:
+    """An index counts from the end."""
+    for dim in argument(node, "dims"):
         extent = size(axes.shape_exprs(fake(source))[dim])
         if extent is None:
             return None
-        own[dim] = ix.add(ix.add(extent, Const(-1)), at[dim], -1)
-    return reader.read(source, tuple(own))
+        at = _with(at, dim % len(at), ix.add(ix.add(extent, Const(-1)), at[dim], -1))
+    return at
 
 
-def _rolled(reader: Reader, node: fx.Node, at: At) -> Expr | None:
-    """Read roll: an index is shifted, and wraps around."""
-    source, shifts, dims = node.args[0], argument(node, "shifts"), argument(node, "dims", [])
-    if not isinstance(source, fx.Node) or not isinstance(shifts, (list, tuple)) or not isinstance(dims, (list, tuple)):
-        return None
-    own = list(at)
+def _rolled(node: fx.Node, source: fx.Node, at: At) -> At | None:
+    """An index is shifted, and wraps around."""
+    shifts, dims = argument(node, "shifts"), argument(node, "dims", [])
     for shift, dim in zip(shifts, dims, strict=False):
         extent = axes.shape_exprs(fake(source))[dim]
         if not isinstance(shift, int) or not extent.is_Integer:
             return None
-        own[dim] = ix.apply("mod", ix.add(own[dim], Const(-shift)), Const(int(extent)))
-    return reader.read(source, tuple(own)) if len(dims) == len(shifts) else None
+        at = _with(at, dim % len(at), ix.apply("mod", ix.add(at[dim], Const(-shift)), Const(int(extent))))
+    return at if len(dims) == len(shifts) else None
 
 
 def _padded(reader: Reader, node: fx.Node, at: At) -> Expr | None:
@@ -308,22 +279,22 @@ def _whole_number(value: Any) -> Expr | None:
 
 
 def _joined(reader: Reader, node: fx.Node, at: At) -> Expr | None:
-    """Read cat: the index selects a part."""
-    parts, dim = node.args[0], dim_of(node, 0)
-    if not isinstance(parts, (list, tuple)) or dim is None:
+    """Read cat and stack: the index selects a part. A part of stack has no such index."""
+    given, dim, is_stack = node.args[0], dim_of(node, 0), node.target is aten.stack.default
+    if not isinstance(given, (list, tuple)) or dim is None:
         return None
-    nodes = [x for x in parts if isinstance(x, fx.Node) and fake(x).dim() == len(at)]
+    parts = [x for x in given if isinstance(x, fx.Node) and fake(x).dim() == len(at) - is_stack]
     dim %= len(at)
-    sizes = [axes.shape_exprs(fake(x))[dim] for x in nodes]
+    sizes = [axes.ONE if is_stack else axes.shape_exprs(fake(x))[dim] for x in parts]
     starts = [start for x in itertools.accumulate(sizes[:-1], initial=sympy.S.Zero) if (start := size(x)) is not None]
-    if not len(starts) == len(nodes) == len(parts):
+    if not len(starts) == len(parts) == len(given):
         return None
     found: Expr | None = None
     for i in reversed(_that_may_hold(at[dim], sizes[:-1])):
         # A part of size one has only index 0: the element there is the same for all indices.
         own = ix.ZERO if sizes[i] == axes.ONE else ix.add(at[dim], starts[i], -1)
-        element = reader.read(nodes[i], (*at[:dim], own, *at[dim + 1 :]))
-        converted = converted_of(reader, element, node, fake(nodes[i]).dtype, at)
+        element = reader.read(parts[i], (*at[:dim], *(() if is_stack else (own,)), *at[dim + 1 :]))
+        converted = converted_of(reader, element, node, fake(parts[i]).dtype, at)
         if converted is None:
             return None
         found = converted if found is None else ix.where(ix.compare("<", at[dim], starts[i + 1]), converted, found)
@@ -348,26 +319,19 @@ def _embedding(reader: Reader, node: fx.Node, at: At) -> Expr | None:
 
 
 READERS: dict[object, ReadOp] = {
-    **dict.fromkeys(PERMUTES, _permuted),
-    **dict.fromkeys((*RESHAPES, *SQUEEZES), _reshaped),
-    **dict.fromkeys(EXPANDS, _expanded),
-    aten.unsqueeze.default: _unsqueeze,
-    aten.repeat.default: _repeated,
-    aten.tile.default: _repeated,
-    aten.repeat_interleave.self_int: _repeated_in_place,
-    aten.select.int: _select,
-    aten.slice.Tensor: _slice,
-    aten.narrow.default: _slice,
+    **dict.fromkeys(PERMUTES, _by_indices(_permuted)),
+    **dict.fromkeys((*RESHAPES, *SQUEEZES), _by_indices(_reshaped)),
+    **dict.fromkeys(EXPANDS, _by_indices(_expanded)),
+    **dict.fromkeys((aten.repeat.default, aten.tile.default), _by_indices(_repeated)),
+    **dict.fromkeys((aten.slice.Tensor, aten.narrow.default), _by_indices(_slice)),
+    aten.unsqueeze.default: _by_indices(_unsqueezed),
+    aten.repeat_interleave.self_int: _by_indices(_repeated_in_place),
+    aten.select.int: _by_indices(_select),
+    aten.flip.default: _by_indices(_flipped),
+    aten.roll.default: _by_indices(_rolled),
     aten.index.Tensor: _indexed,
     aten.embedding.default: _embedding,
-    aten.index_select.default: _picked,
-    aten.gather.default: _picked,
-    aten.stack.default: _stacked,
-    aten.flip.default: _flipped,
-    aten.roll.default: _rolled,
-    aten.constant_pad_nd.default: _padded,
-    aten.pad.default: _padded,
-    aten.cat.default: _joined,
-    aten.concat.default: _joined,
-    aten.concatenate.default: _joined,
+    **dict.fromkeys((aten.index_select.default, aten.gather.default), _picked),
+    **dict.fromkeys((aten.constant_pad_nd.default, aten.pad.default), _padded),
+    **dict.fromkeys((aten.cat.default, aten.concat.default, aten.concatenate.default, aten.stack.default), _joined),
 }
