@@ -41,10 +41,8 @@ def _fill(reader: Reader, node: fx.Node, at: At) -> Expr | None:
 
 
 def _cast(reader: Reader, node: fx.Node, at: At) -> Expr | None:
-    source = node.args[0]
-    if not isinstance(source, fx.Node):
-        return None
-    return converted_of(reader, reader.read(source, at), node, fake(source).dtype, at)
+    source, element = node.args[0], _same(reader, node, at)
+    return None if element is None else converted_of(reader, element, node, fake(source).dtype, at)  # type: ignore[arg-type]
 
 
 def _same(reader: Reader, node: fx.Node, at: At) -> Expr | None:
@@ -62,38 +60,20 @@ def _copied(reader: Reader, node: fx.Node, at: At) -> Expr | None:
 
 def _one_hot(reader: Reader, node: fx.Node, at: At) -> Expr | None:
     """Read 1 where a number equals the index along the last axis, else 0."""
-    source = node.args[0]
-    if not isinstance(source, fx.Node):
-        return None
-    return ix.as_int(ix.compare("==", reader.read(source, at[:-1]), at[-1]))
+    numbers = _same(reader, node, at[:-1])
+    return None if numbers is None else ix.as_int(ix.compare("==", numbers, at[-1]))
 
+
+_SAME = (aten.contiguous, aten.alias, aten.detach, aten.detach_, aten.lift_fresh, aten.lift_fresh_copy)
 
 READERS: dict[object, ReadOp] = {
     aten.one_hot.default: _one_hot,
-    aten.arange.default: _arange,
-    aten.arange.start: _arange,
-    aten.arange.start_step: _arange,
-    aten.full.default: _fill,
-    aten.zeros.default: _fill,
-    aten.ones.default: _fill,
-    aten.full_like.default: _fill,
-    aten.zeros_like.default: _fill,
-    aten.ones_like.default: _fill,
-    aten.new_full.default: _fill,
-    aten.new_zeros.default: _fill,
-    aten.new_ones.default: _fill,
+    **dict.fromkeys((aten.arange.default, aten.arange.start, aten.arange.start_step), _arange),
+    **{getattr(aten, f"{fill}{like}").default: _fill for fill in ("full", "zeros", "ones") for like in ("", "_like")},
+    **{getattr(aten, f"new_{fill}").default: _fill for fill in ("full", "zeros", "ones")},
     aten.scalar_tensor.default: _fill,
-    aten.to.dtype: _cast,
-    aten.to.dtype_layout: _cast,
-    aten.to.other: _cast,
-    aten.to.device: _cast,
-    aten.type_as.default: _cast,
-    aten._to_copy.default: _cast,
+    **dict.fromkeys((aten.to.dtype, aten.to.dtype_layout, aten.to.other, aten.to.device), _cast),
+    **dict.fromkeys((aten.type_as.default, aten._to_copy.default), _cast),
     aten.clone.default: _copied,
-    aten.contiguous.default: _same,
-    aten.alias.default: _same,
-    aten.detach.default: _same,
-    aten.detach_.default: _same,
-    aten.lift_fresh.default: _same,
-    aten.lift_fresh_copy.default: _same,
+    **{packet.default: _same for packet in _SAME},
 }

@@ -321,25 +321,25 @@ def _remainder(a: Expr, b: Expr) -> Expr | None:
     return ix.apply("mod", a, b) if whole else None
 
 
+def _each(name: str, kinds: str, rule: ReadOp) -> dict[object, ReadOp]:
+    """Return the overloads of an op, by their names, with one rule."""
+    packet = getattr(aten, name)
+    return {getattr(packet, kind): rule for kind in kinds.split()}
+
+
 READERS: dict[object, ReadOp] = {
     aten.add.Tensor: _arithmetic(ix.add),
     aten.sub.Tensor: _arithmetic(_subtract),
     aten.rsub.Scalar: _arithmetic(lambda a, b: _subtract(b, a)),
     aten.mul.Tensor: _multiply,
     aten.einsum.default: _times(_of_equation),
-    aten.matmul.default: _times(_of_matmul),
-    aten.bmm.default: _times(_of_matmul),
-    aten.mm.default: _times(_of_matmul),
+    **dict.fromkeys((aten.matmul.default, aten.bmm.default, aten.mm.default), _times(_of_matmul)),
     aten.neg.default: _arithmetic(lambda a: ix.mul(a, Const(-1))),
     aten.abs.default: _arithmetic(lambda a: ix.apply("abs", a)),
-    aten.minimum.default: _arithmetic(_of_truths("min", "and")),
-    aten.maximum.default: _arithmetic(_of_truths("max", "or")),
-    aten.min.other: _arithmetic(_of_truths("min", "and")),
-    aten.max.other: _arithmetic(_of_truths("max", "or")),
-    aten.clamp.default: _clamp,
-    aten.clamp.Tensor: _clamp,
-    aten.clamp_min.default: _clamp,
-    aten.clamp_max.default: _clamp,
+    **dict.fromkeys((aten.minimum.default, aten.min.other), _arithmetic(_of_truths("min", "and"))),
+    **dict.fromkeys((aten.maximum.default, aten.max.other), _arithmetic(_of_truths("max", "or"))),
+    **_each("clamp", "default Tensor", _clamp),
+    **dict.fromkeys((aten.clamp_min.default, aten.clamp_max.default), _clamp),
     aten.div.Tensor: _rounded(_divide),
     aten.floor.default: _whole_part(True),
     aten.trunc.default: _whole_part(False),
@@ -347,39 +347,26 @@ READERS: dict[object, ReadOp] = {
     aten.log.default: _rounded(lambda x: ix.apply("log", x)),
     aten.exp.default: _rounded(lambda x: ix.apply("exp", x)),
     aten.exp2.default: _rounded(lambda x: _power(Const(2.0), x)),
-    aten.pow.Tensor_Tensor: _rounded(_power),
-    aten.pow.Tensor_Scalar: _rounded(_power),
-    aten.pow.Scalar: _rounded(_power),
+    **_each("pow", "Tensor_Tensor Tensor_Scalar Scalar", _rounded(_power)),
     aten.remainder.Scalar: _pointwise(_remainder),
     aten.floor_divide.default: _floor_div,
-    aten.div.Tensor_mode: _floor_div,
-    aten.div.Scalar_mode: _floor_div,
-    aten.where.self: _where,
-    aten.where.ScalarOther: _where,
-    aten.where.ScalarSelf: _where,
-    aten.where.Scalar: _where,
-    aten.masked_fill.Scalar: _masked_fill,
-    aten.masked_fill.Tensor: _masked_fill,
+    **_each("div", "Tensor_mode Scalar_mode", _floor_div),
+    **_each("where", "self ScalarOther ScalarSelf Scalar", _where),
+    **_each("masked_fill", "Scalar Tensor", _masked_fill),
     aten.tril.default: _triangle(True),
     aten.triu.default: _triangle(False),
-    aten.logical_and.default: _logical("and"),
-    aten.logical_or.default: _logical("or"),
     aten.logical_not.default: _logical("not"),
-    aten.logical_xor.default: _logical("xor"),
-    aten.bitwise_and.Tensor: _logical("and"),
-    aten.bitwise_or.Tensor: _logical("or"),
     aten.bitwise_not.default: _logical("not"),
-    aten.bitwise_xor.Tensor: _logical("xor"),
-    aten.bitwise_xor.Scalar: _logical("xor"),
-    aten.bitwise_and.Scalar: _logical("and"),
-    aten.bitwise_or.Scalar: _logical("or"),
-    aten.__and__.Scalar: _logical("and"),
-    aten.__or__.Scalar: _logical("or"),
-    aten.__and__.Tensor: _logical("and"),
-    aten.__or__.Tensor: _logical("or"),
+    **{getattr(aten, f"logical_{op}").default: _logical(op) for op in ("and", "or", "xor")},
     **{
-        getattr(getattr(aten, name), kind): _compare(op)
+        x: rule
+        for op in ("and", "or", "xor")
+        for x, rule in _each(f"bitwise_{op}", "Tensor Scalar", _logical(op)).items()
+    },
+    **{x: rule for op in ("and", "or") for x, rule in _each(f"__{op}__", "Tensor Scalar", _logical(op)).items()},
+    **{
+        x: rule
         for name, op in (("le", "<="), ("lt", "<"), ("ge", ">="), ("gt", ">"), ("eq", "=="), ("ne", "!="))
-        for kind in ("Tensor", "Scalar")
+        for x, rule in _each(name, "Tensor Scalar", _compare(op)).items()
     },
 }
