@@ -19,19 +19,19 @@ passes/recovering/reading/making.py _copied; masks written: a copy is read as it
 + return reader.read_at(len(reader.mirror.graph.nodes), node.args[0], at)
 
 unsqueeze reads the wrong index
-passes/recovering/reading/moving.py _unsqueeze; masks: the query is read for the key
-- at[:dim] + at[dim + 1 :]
-+ at[: dim - 1] + at[dim:] if dim else at[1:]
+passes/recovering/reading/moving.py _unsqueezed; masks: the query is read for the key
+- at[: dim % len(at)] + at[dim % len(at) + 1 :]
++ at[: (dim - 1) % len(at)] + at[dim % len(at) :] if dim % len(at) else at[1:]
 
 permuted backwards
 passes/recovering/reading/moving.py _permuted; masks: cycles of axes are turned backwards
-- own[dim] = at[position]
-+ own[position] = at[dim]
+- at[order.index(dim)] for dim in range(len(at))
++ at[dim] for dim in order
 
 a transpose reads as it is
 passes/recovering/reading/moving.py _permuted; masks: rows are read as columns
-- own[dim] = at[position]
-+ own[position] = at[position]
+- tuple(at[order.index(dim)] for dim in range(len(at)))
++ at
 
 slices begin at 0
 passes/recovering/reading/moving.py _slice; masks: a window of a mask is its beginning
@@ -156,8 +156,8 @@ passes/recovering/reading/pointwise.py _logical; integers: i ^ 1 is a truth valu
 
 xor is or
 passes/recovering/reading/pointwise.py; masks: pairs that both allow stay allowed
-- aten.logical_xor.default: _logical("xor")
-+ aten.logical_xor.default: _logical("or")
+- _logical(op) for op in ("and", "or", "xor")},
++ _logical(op.replace("x", "")) for op in ("and", "or", "xor")},
 
 le is lt
 passes/recovering/reading/pointwise.py; masks: the diagonal is shut out

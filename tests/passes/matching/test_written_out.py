@@ -62,11 +62,6 @@ def by_a_reciprocal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (e * e.sum(-1, keepdim=True).reciprocal()) @ v
 
 
-def by_a_power(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    e = scores_of(q, k).exp()
-    return (e * e.sum(-1, keepdim=True).pow(-1)) @ v
-
-
 def normalized(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.normalize(scores_of(q, k).exp(), p=1.0, dim=-1) @ v
 
@@ -89,7 +84,7 @@ def by_einsum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def in_three_axes(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     e = torch.bmm(q, k.transpose(1, 2)).exp()
-    return torch.bmm(e / e.sum(dim=2, keepdim=True), v).unflatten(0, (B, H))
+    return torch.bmm(e * e.sum(dim=2, keepdim=True).pow(-1), v).unflatten(0, (B, H))
 
 
 def in_base_two(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -114,19 +109,9 @@ def in_blocks_of_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return out / total
 
 
-def _with_a_column(s: Tensor) -> Tensor:
-    s = torch.cat([s, torch.full((B, H, S, 1), 0.7)], -1)
-    return torch.exp(s - s.amax(-1, keepdim=True))
-
-
 def with_a_column_of_sinks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    e = _with_a_column(scores_of(q, k))
+    e = torch.cat([causal(scores_of(q, k)), torch.full((B, H, S, 1), 0.7)], -1).exp()
     return (e / e.sum(-1, keepdim=True))[..., :-1] @ v
-
-
-def with_a_column_divided_after_the_product(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    e = _with_a_column(causal(scores_of(q, k)))
-    return (e[..., :-1] @ v) / e.sum(-1, keepdim=True)
 
 
 # ---- by its logarithm -------------------------------------------------------------------------------------------------
@@ -181,10 +166,8 @@ FOUND: tuple[Function, ...] = (
     less_logsumexp,
     less_logsumexp_masked,
     with_a_one_more,
-    by_a_power,
     in_blocks_of_keys,
     with_a_column_of_sinks,
-    with_a_column_divided_after_the_product,
 )
 
 #: what none knows
