@@ -70,7 +70,7 @@ MASKS: dict[str, Make] = {
 
 
 def _written(x: Tensor) -> Tensor:
-    return x.log_()
+    return x.logit_()
 
 
 @pytest.mark.parametrize("name", NO_MASKS)

@@ -5,6 +5,8 @@ The reader finds the elements of tensors that a write reaches.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -66,29 +68,15 @@ def _given(reader: Reader, node: fx.Node, value: object, at: At) -> Expr | None:
     return converted_of(reader, found, node, fake(value).dtype, at)
 
 
+def _in_place(functional: Any) -> object | None:
+    """Return the op that writes the result of another one to its first operand (add_ for add, __iand__ for __and__), or None."""
+    name = functional._schema.name.removeprefix("aten::")
+    packet = getattr(aten, f"__i{name[2:]}" if name.startswith("__") else f"{name}_", None)
+    return getattr(packet, functional._overloadname, None)
+
+
 READERS: dict[object, ReadOp] = {
-    in_place: _written(pointwise.READERS[functional])
-    for in_place, functional in (
-        (aten.add_.Tensor, aten.add.Tensor),
-        (aten.sub_.Tensor, aten.sub.Tensor),
-        (aten.mul_.Tensor, aten.mul.Tensor),
-        (aten.neg_.default, aten.neg.default),
-        (aten.abs_.default, aten.abs.default),
-        (aten.masked_fill_.Scalar, aten.masked_fill.Scalar),
-        (aten.masked_fill_.Tensor, aten.masked_fill.Tensor),
-        (aten.tril_.default, aten.tril.default),
-        (aten.triu_.default, aten.triu.default),
-        (aten.logical_and_.default, aten.logical_and.default),
-        (aten.logical_or_.default, aten.logical_or.default),
-        (aten.logical_xor_.default, aten.logical_xor.default),
-        (aten.logical_not_.default, aten.logical_not.default),
-        (aten.bitwise_and_.Tensor, aten.bitwise_and.Tensor),
-        (aten.bitwise_or_.Tensor, aten.bitwise_or.Tensor),
-        (aten.bitwise_not_.default, aten.bitwise_not.default),
-        (aten.bitwise_xor_.Tensor, aten.bitwise_xor.Tensor),
-        (aten.__iand__.Tensor, aten.__and__.Tensor),
-        (aten.__ior__.Tensor, aten.__or__.Tensor),
-    )
+    op: _written(rule) for functional, rule in pointwise.READERS.items() if (op := _in_place(functional)) is not None
 } | {
     aten.fill_diagonal_.default: _fill_diagonal,
     aten.fill_.Scalar: _fill,

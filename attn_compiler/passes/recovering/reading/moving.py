@@ -221,12 +221,15 @@ def _picked(reader: Reader, node: fx.Node, at: At) -> Expr | None:
         return None
     dim %= len(at)
     picked = reader.read(indices, at if node.target is aten.gather.default else (at[dim],)[: fake(indices).dim()])
-    return reader.read(source, (*at[:dim], picked, *at[dim + 1 :]))
+    return reader.read(source, _with(at, dim, picked))
 
 
 def _flipped(node: fx.Node, source: fx.Node, at: At) -> At | None:
     """An index counts from the end."""
-    for dim in argument(node, "dims"):
+    dims = argument(node, "dims")
+    if not isinstance(dims, (list, tuple)):
+        return None
+    for dim in dims:
         extent = size(axes.shape_exprs(fake(source))[dim])
         if extent is None:
             return None
@@ -237,12 +240,14 @@ def _flipped(node: fx.Node, source: fx.Node, at: At) -> At | None:
 def _rolled(node: fx.Node, source: fx.Node, at: At) -> At | None:
     """An index is shifted, and wraps around."""
     shifts, dims = argument(node, "shifts"), argument(node, "dims", [])
-    for shift, dim in zip(shifts, dims, strict=False):
+    if not isinstance(shifts, (list, tuple)) or not isinstance(dims, (list, tuple)) or len(dims) != len(shifts):
+        return None
+    for shift, dim in zip(shifts, dims, strict=True):
         extent = axes.shape_exprs(fake(source))[dim]
         if not isinstance(shift, int) or not extent.is_Integer:
             return None
         at = _with(at, dim % len(at), ix.apply("mod", ix.add(at[dim], Const(-shift)), Const(int(extent))))
-    return at if len(dims) == len(shifts) else None
+    return at
 
 
 def _padded(reader: Reader, node: fx.Node, at: At) -> Expr | None:

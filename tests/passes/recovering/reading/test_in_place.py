@@ -36,6 +36,14 @@ def _chained(m: Tensor) -> Tensor:
     return torch.zeros(S, S).masked_fill_(~m, -1.0).add_(1.0).tril_()
 
 
+def _of_every_op(m: Tensor) -> Tensor:
+    """An op in place is read by the rule of its namesake, and cast to the dtype that it writes to."""
+    halves = torch.arange(S).float().div_(2).floor_()
+    bounded = (COLUMNS - ROWS).clamp_(-1, 2).remainder_(2)
+    compared = torch.arange(S).le_(3)
+    return (halves.ge_(1)[None, :] + bounded + compared) * m
+
+
 def _older_value_used_before(m: Tensor) -> Tensor:
     mask = _ones()
     before = mask.tril()
@@ -90,6 +98,7 @@ READ: dict[str, Callable[[Tensor], Tensor]] = {
     "&=": _and,
     "|=": lambda m: _ones().tril().__ior__(m),
     "a chain": _chained,
+    "every op": _of_every_op,
     "filled and cut": lambda m: torch.empty(S, S).fill_(-2.5).triu_(1) + m,
     "zeroed": lambda m: torch.empty(S, S, dtype=torch.int64).zero_().sub_(m.long()).neg_().abs_(),
     "logical ops": lambda m: _ones().triu().logical_xor_(m).logical_or_(~m).logical_and_(m),
