@@ -39,7 +39,7 @@ def _chained(m: Tensor) -> Tensor:
 def _of_every_op(m: Tensor) -> Tensor:
     """An op in place is read by the rule of its namesake, and cast to the dtype that it writes to."""
     halves = torch.arange(S).float().div_(2).floor_()
-    bounded = (COLUMNS - ROWS).clamp_(-1, 2).remainder_(2)
+    bounded = (torch.arange(S)[None] - torch.arange(S)[:, None]).clamp_(-1, 2).remainder_(2)
     compared = torch.arange(S).le_(3)
     return (halves.ge_(1)[None, :] + bounded + compared) * m
 
