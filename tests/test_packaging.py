@@ -60,6 +60,17 @@ def test_the_torch_that_is_asked_for_is_the_torch_that_is_taken(pyproject: dict[
         assert f"torch from {lowest} to {last}," in (ROOT / page).read_text()
 
 
+def test_the_image_installs_extras_that_there_are_and_asks_the_doctor(pyproject: dict[str, Any]) -> None:
+    image = (ROOT / "Dockerfile").read_text()
+    (python,) = re.findall(r"^FROM python:(\S+)-slim$", image, re.MULTILINE)
+    assert f"Programming Language :: Python :: {python}" in pyproject["project"]["classifiers"]
+    (extras,) = re.findall(r"-e '\.\[(.*)\]'", image)
+    assert set(extras.split(",")) <= set(pyproject["project"]["optional-dependencies"])
+    # What Inductor needs and no wheel brings (reporting/doctor.py).
+    assert "g++" in image
+    assert "attn-compiler doctor" in image
+
+
 def test_commands_are_functions_that_there_are(pyproject: dict[str, Any]) -> None:
     for place in pyproject["project"]["scripts"].values():
         module, _, name = place.partition(":")

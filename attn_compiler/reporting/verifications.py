@@ -45,9 +45,21 @@ class Verification:
 _kept: deque[Verification] = deque(maxlen=KEPT_VERIFICATIONS)
 
 
-def verifications() -> tuple[Verification, ...]:
+class Verifications(tuple[Verification, ...]):
+    """Checks, oldest first. str(verifications) has a line for each."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return (
+            "\n".join(map(str, self))
+            or 'nothing was verified: compile with options={"verify": True}, and call the model'
+        )
+
+
+def verifications() -> Verifications:
     """Return the last 4096 checks of this process that held or were skipped, oldest first."""
-    return tuple(_kept)
+    return Verifications(_kept)
 
 
 def forget() -> None:

@@ -27,6 +27,12 @@ def test_kept_in_order() -> None:
     assert attn_compiler.verifications() == (MASK, OUTPUT, SKIPPED)
 
 
+def test_checks_are_printed_a_line_each() -> None:
+    assert str(attn_compiler.verifications()).startswith("nothing was verified")
+    keep([MASK, SKIPPED])
+    assert str(attn_compiler.verifications()).splitlines() == [str(MASK), str(SKIPPED)]
+
+
 def test_reset_forgets() -> None:
     keep([MASK])
     attn_compiler.reset()
