@@ -383,8 +383,9 @@ def _check_output(site: Site, new_out: fx.Node) -> None:
 def _differs(before: torch.Tensor, after: torch.Tensor) -> bool:
     if (before.dtype, before.device, before.dim()) != (after.dtype, after.device, after.dim()):
         return True
-    # Equal sizes may be spelled differently: s0**2 // s0.
-    return not all(torch_symbols.statically_known(a == b) for a, b in zip(before.shape, after.shape, strict=True))
+    # Equal sizes may be spelled differently: s0**2 // s0. Where PyTorch can not prove it, a guard keeps what holds in this call.
+    equal = [a == b for a, b in zip(before.shape, after.shape, strict=True)]
+    return not all(torch_symbols.statically_known(x) or (torch_symbols.example(x) and bool(x)) for x in equal)
 
 
 def _words(value: torch.Tensor) -> str:

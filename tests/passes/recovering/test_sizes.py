@@ -22,7 +22,7 @@ from attn_compiler.spec.target import Target
 Tensor = torch.Tensor
 
 MACHINES = [Target.fake(sm=sm) for sm in (80, 89, 90, 100)]
-OPTIONS = {"inner": "eager", "cache_rewrites": False}
+OPTIONS = {"inner": "eager", "cache_rewrites": False, "strict": True}
 HEADS, DIM = 2, 16
 
 
