@@ -80,8 +80,7 @@ def _leave_out(held: list[_Held]) -> None:
 
 
 def _lies_as(node: fx.Node, other: fx.Node) -> bool:
-    strides = (x.meta["example_value"].stride() for x in (node, other))
-    return all(torch_symbols.statically_known(a == b) for a, b in zip(*strides, strict=True))
+    return strides.same(node.meta["example_value"], other.meta["example_value"])
 
 
 def _report(held: list[_Held], graph: fx.Graph) -> None:
@@ -375,15 +374,14 @@ def _check_output(site: Site, new_out: fx.Node) -> None:
     before: torch.Tensor = site.match.out.meta["val"]
     after: torch.Tensor = new_out.meta["example_value"]
     if _differs(before, after):
-        raise VerifyFailed(
-            pass_name="lower", site=site.module, invariant=f"the output is {_words(before)}", observed=_words(after)
-        )
+        was = f"the output is {_words(before)}"
+        raise VerifyFailed(pass_name="lower", site=site.module, invariant=was, observed=_words(after))
 
 
 def _differs(before: torch.Tensor, after: torch.Tensor) -> bool:
     if (before.dtype, before.device, before.dim()) != (after.dtype, after.device, after.dim()):
         return True
-    # Equal sizes may be spelled differently: s0**2 // s0. Where PyTorch can not prove it, a guard keeps what holds in this call.
+    # Equal sizes may be spelled differently: s0**2 // s0. What PyTorch can not prove a guard keeps.
     equal = [a == b for a, b in zip(before.shape, after.shape, strict=True)]
     return not all(torch_symbols.statically_known(x) or (torch_symbols.example(x) and bool(x)) for x in equal)
 
