@@ -1,10 +1,9 @@
-"""Tables of docs/benchmarks.md: what was measured, a CSV a table."""
+"""Tables of docs/benchmarks.md and docs/ratios.md: what was measured, a CSV a table."""
 
 from __future__ import annotations
 
-import csv
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from website.gains import CALLS, MODELS, RESULTS, Row, has_gain, rows_of
@@ -81,48 +80,74 @@ def glance() -> Iterator[str]:
     yield from (line for group in GROUPS if (line := group.line()) is not None)
 
 
-def _table(rows: Sequence[Row], call: Callable[[Row], str]) -> Iterator[str]:
-    """A line for each row, the largest gain of a model first."""
-    yield "| model | call | Inductor, ms | ours, ms | gain |"
-    yield "|---|---|---|---|---|"
-    for row in rows:
-        times = " | ".join(f"{float(row[f'{side}_p50_ms']):.3g}" for side in ("inductor", "attn_compiler"))
-        yield f"| {MODELS.get(row['model'], row['model'])} | {call(row)} | {times} | {float(row['ratio']):.2f}x |"
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A part of the page of ratios. file: the CSV, a case a row. call: what is said of a row. model, ours, gain: columns."""
+
+    words: str
+    file: str
+    call: Callable[[Row], str]
+    model: str = "model"
+    ours: str = "attn_compiler_p50_ms"
+    gain: str = "ratio"
+
+    def lines(self) -> Iterator[str]:
+        """The summary, each case with a link to its row, the slowest first, and what has no gain."""
+        # A row is a line of the file: no cell has a line break.
+        numbered = [
+            ({**row, "ratio": row[self.gain]}, number) for number, row in enumerate(rows_of(self.file), start=2)
+        ]
+        measured = sorted((each for each in numbered if has_gain(each[0])), key=lambda each: float(each[0]["ratio"]))
+        ratios = [float(row["ratio"]) for row, _ in measured]
+        yield f"## {self.words}\n"
+        yield f"{len(ratios)} cases: geometric mean {statistics.geometric_mean(ratios):.2f}x, the slowest {min(ratios):.2f}x.\n"
+        yield "| model | call | card | torch | date | Inductor, ms | ours, ms | gain |"
+        yield "|---|---|---|---|---|---|---|---|"
+        for row, number in measured:
+            where = (row["device"].removeprefix("NVIDIA "), row["torch"].partition("+")[0], row["date"])
+            times = (f"{float(row[column]):.3g}" for column in ("inductor_p50_ms", self.ours))
+            gain = f"[{float(row['ratio']):.2f}x](../benchmarks/results/{self.file}.csv#L{number})"
+            yield f"| {' | '.join((self._model(row), self.call(row), *where, *times, gain))} |"
+        left = [f"{self._model(row)} ({self.call(row)})" for row, _ in numbered if not has_gain(row)]
+        if left:
+            yield f"\nWrong, or without a figure ([why](measuring.md#held-out-models-without-a-gain)): {', '.join(left)}."
+
+    def _model(self, row: Row) -> str:
+        return MODELS.get(row[self.model], row[self.model])
 
 
-def of_h200(implementation: str) -> Iterator[str]:
-    """Each model and call of one implementation of attention."""
-    rows = [row for row in rows_of("h200") if row["implementation"] == implementation and has_gain(row)]
-    order = list(MODELS)
-    return _table(
-        sorted(rows, key=lambda row: (order.index(row["model"]), list(CALLS).index(row["scenario"]))),
-        lambda row: CALLS[row["scenario"]],
-    )
+def _unpad_call(row: Row) -> str:
+    return f"{'training' if row['training'] == 'yes' else 'inference'}, {row['inputs']}, {float(row['fill']):.0%} real"
 
 
-def held_out() -> Iterator[str]:
-    """Each model that nothing was tuned for, and those without a gain."""
-    path = RESULTS / "held_out_h200.csv"
-    if not path.is_file():
-        return
-    with path.open(newline="", encoding="utf-8") as file:
-        rows: list[Mapping[str, str]] = list(csv.DictReader(file))
-    measured = sorted((row for row in rows if has_gain(row)), key=lambda row: -float(row["ratio"]))
-    yield f"[Rows](../benchmarks/results/{path.name}), {measured[0]['date']}:\n"
-    yield from _table(measured, lambda row: row["call"].replace("prefill padded", "prefill, padded"))
-    failed = [row for row in rows if not row["ratio"]]
-    if failed:
-        yield f"\nWithout a figure ([why](measuring.md#held-out-models-without-a-gain)): {', '.join(_case(row) for row in failed)}."
-    wrong = [row for row in rows if row["ratio"] and not has_gain(row)]
-    if wrong:
-        yield f"\nWrong, so without a gain ([why](measuring.md#held-out-models-without-a-gain)): {', '.join(_case(row) for row in wrong)}."
+SOURCES = (
+    Source(words="Held-out models", file="held_out_h200", call=lambda row: row["call"]),
+    Source(words="Models", file="h200", call=lambda row: f"{CALLS[row['scenario']]}, {row['implementation']}"),
+    Source(
+        words="Models that call FlexAttention", file="flex_h200", call=lambda row: f"{row['call']}, {row['length']}"
+    ),
+    Source(words="Several GPUs", file="parallel_gpus", call=lambda row: f"{row['way']}, {row['ranks']} GPUs"),
+    Source(
+        words="Padding left out, on a GPU",
+        file="unpad_h200",
+        model="case",
+        call=lambda row: f"{_unpad_call(row)}{row['mode'] and ', '}{row['mode']}",
+        ours="unpad_p50_ms",
+        gain="over_inductor",
+    ),
+    Source(
+        words="Padding left out, on a CPU",
+        file="unpad_cpu",
+        model="case",
+        call=_unpad_call,
+        ours="unpad_p50_ms",
+        gain="over_inductor",
+    ),
+    Source(words="On a CPU", file="cpu", call=lambda row: f"{row['scenario']}, {row['implementation']}"),
+)
 
 
-def _case(row: Row) -> str:
-    return f"{row['model']} ({row['call']})"
-
-
-def cpu() -> Iterator[str]:
-    """Each model and call on a CPU."""
-    rows = [row for row in rows_of("cpu") if row["ratio"]]
-    return _table(rows, lambda row: f"{row['scenario']}, {row['implementation']}")
+def ratios() -> str:
+    """Each source that was measured."""
+    found = (source for source in SOURCES if (RESULTS / f"{source.file}.csv").is_file())
+    return "\n\n".join("\n".join(source.lines()) for source in found)

@@ -48,7 +48,6 @@ def _whole() -> Iterator[str]:
 #: by name, the text or the lines of what a page shows there
 TABLES: Mapping[str, Callable[[], str | Iterable[str]]] = {
     "codes": codes.listed,
-    "cpu": results.cpu,
     "gain_by_card": gains.chosen,
     "gain_dense_mask": gains.dense_mask,
     "gain_eager": lambda: gains.measured("eager"),
@@ -57,14 +56,11 @@ TABLES: Mapping[str, Callable[[], str | Iterable[str]]] = {
     "gain_summary": _gain_summary,
     "gains": lambda: f"{gains.summary()}.",
     "glance": results.glance,
-    "h200_eager": lambda: results.of_h200("eager"),
-    "h200_flex": lambda: results.of_h200("flex_attention"),
-    "h200_sdpa": lambda: results.of_h200("sdpa"),
-    "held_out": results.held_out,
     "libraries": supported.versions,
     "machines": supported.of_machines,
     "models": lambda: today.lines(today.read_csv(DOCS / "models.csv")),
     "options": options.table,
+    "ratios": results.ratios,
     "releases": supported.releases,
     "survey": lambda: survey.found(_surveyed()),
     "survey_other_release": lambda: survey.of_other_release(_surveyed("_transformers_4_57")),

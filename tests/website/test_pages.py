@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import posixpath
 import re
@@ -17,7 +18,7 @@ from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.pages import PAGES, ExampleKind
 from website import codes, gains, links, options, plots, results, supported, tables, triton_table
 from website.__main__ import main
-from website.gains import rows_of
+from website.gains import has_gain, rows_of
 
 # Generated pages.
 ROOT = Path(__file__).parents[2]
@@ -281,6 +282,28 @@ def test_every_ratio_is_that_of_a_row(group: results.Group) -> None:
     assert found
     assert len(found) <= len(rows_of(group.file))
     assert all(0.05 < ratio < 200 for ratio in found)
+
+
+@pytest.mark.parametrize("source", results.SOURCES, ids=lambda source: source.file)
+def test_a_ratio_leads_to_its_row_and_the_slowest_comes_first(source: results.Source) -> None:
+    file = (results.RESULTS / f"{source.file}.csv").read_text(encoding="utf-8").splitlines()
+    assert len(file) == len(rows_of(source.file)) + 1, "a row is a line"
+    found = re.findall(r"\[([\d.]+)x\]\(\S+\.csv#L(\d+)\) \|", "\n".join(source.lines()))
+    ratios = [float(ratio) for ratio, _ in found]
+    assert ratios == sorted(ratios)
+    assert len({number for _, number in found}) == len(found) > 1
+    for ratio, number in found:
+        (row,) = csv.DictReader([file[0], file[int(number) - 1]])
+        assert _rounds_to(float(row[source.gain]), ratio)
+
+
+def test_held_out_models_come_first_and_a_wrong_one_has_no_gain() -> None:
+    text = results.ratios()
+    assert text.startswith("## Held-out models\n")
+    wrong = [row for row in rows_of("held_out_h200") if not has_gain(row)]
+    told = text[text.index("Wrong, or without") : text.index("## Models\n")]
+    assert wrong
+    assert [row for row in wrong if f"{row['model']} ({row['call']})" not in told] == []
 
 
 def test_a_ratio_of_sites_is_inductors_time_over_ours() -> None:

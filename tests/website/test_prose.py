@@ -42,6 +42,7 @@ HELD = (
     "docs/numbers.md",
     "docs/policy.md",
     "docs/proving.md",
+    "docs/ratios.md",
     "docs/reading.md",
     "docs/recipes.md",
     "docs/reference/api.md",
