@@ -7,6 +7,7 @@ import torch
 from torch import fx
 
 from attn_compiler.passes.graph import views
+from attn_compiler.passes.graph.calls import target_name
 from attn_compiler.passes.graph.mirror import Mirror, opaque
 from attn_compiler.passes.graph.mutation import Version
 from attn_compiler.passes.graph.site import Match
@@ -20,32 +21,63 @@ aten = torch.ops.aten
 _BOUNDED: frozenset[object] = frozenset(
     {aten.sigmoid.default, aten.tanh.default, aten.sin.default, aten.cos.default, aten.softmax.int}
 )
+#: ops that leave elements out, or add zeros around a tensor
+_MOVES: frozenset[object] = frozenset(
+    {aten.slice.Tensor, aten.narrow.default, aten.select.int, aten.constant_pad_nd.default, aten.pad.default}
+)
 
 
 def is_none(mirror: Mirror, match: Match, version: Version, weight: float, *, is_learned: bool) -> bool:
     """True if weight times the tensor is closer to zero than numbers that mask. is_learned: it gets a gradient."""
-    most = _most(match, version)
+    most = _most(mirror, match, version)
     if most is None and is_learned and _is_learned(mirror, version):
         most = PRODUCT
     return most is not None and abs(weight) * most < -MASKED_BELOW
 
 
-def _most(match: Match, version: Version) -> float | None:
+def _most(mirror: Mirror, match: Match, version: Version) -> float | None:
     """Return a bound on the absolute values of the elements; None if unknown."""
-    if version.since is not None:
-        return None
-    if version.node.target in _BOUNDED:
+    node = None if version.since is not None else _unmoved(mirror, version.node)
+    if node is not None and node.target in _BOUNDED:
         return 1.0
-    return PRODUCT if _is_of_queries(match, version.node) else None
+    return PRODUCT if node is not None and _is_of_queries(mirror, match, node) else None
 
 
-def _is_of_queries(match: Match, node: fx.Node) -> bool:
+def _unmoved(mirror: Mirror, node: fx.Node) -> fx.Node | None:
+    """Return the tensor whose elements, and perhaps zeros, a node holds at other places (Transformer-XL's shift); None after a write."""
+    while views.is_view(node) or (node.target in _MOVES and views.argument(node, "value", 0) in (0, None)):
+        node = views.source(node)
+        if mirror.writers_into(node).nodes:
+            return None
+    return node
+
+
+def _is_of_queries(mirror: Mirror, match: Match, node: fx.Node) -> bool:
     """True if a node is a product of the site's own queries. Other products may be masks: their numbers are unknown."""
     product = contraction.parse(node)
     if product is None or product.addend is not None or product.alpha != 1.0:
         return False
-    queries = {match.q.node, match.q.root}
-    return any(not queries.isdisjoint(views.chain(operand)) for operand in (product.lhs, product.rhs))
+    queries = {match.q.node, match.q.root, *_without_parameter(mirror, match.q.root)}
+    return any(
+        not queries.isdisjoint((*views.chain(operand), *_without_parameter(mirror, views.chain(operand)[-1])))
+        for operand in (product.lhs, product.rhs)
+    )
+
+
+def _without_parameter(mirror: Mirror, node: fx.Node) -> tuple[fx.Node, ...]:
+    """Return what a parameter was added to: Transformer-XL adds one to the queries of keys, and another to those of positions."""
+    owner = mirror.owner(node)
+    if owner is None or target_name(owner) not in ("add", "iadd") or len(owner.all_input_nodes) != 2:
+        return ()
+    others = [x for x in owner.all_input_nodes if not _is_view_of_parameter(x)]
+    return tuple(x for x in node.all_input_nodes if mirror.dynamo_node(x) in others) if len(others) == 1 else ()
+
+
+def _is_view_of_parameter(node: fx.Node) -> bool:
+    """True for one of Dynamo's nodes that only moves the elements of a parameter."""
+    while node.op == "call_method" and node.target in ("view", "reshape", "unsqueeze", "to", "transpose", "permute"):
+        node = node.all_input_nodes[0]
+    return _is_parameter(node)
 
 
 def _is_learned(mirror: Mirror, version: Version) -> bool:

@@ -47,6 +47,32 @@ def _far(q: Tensor, table: Tensor) -> Tensor:
     return torch.einsum("bhqd,kd->bhqk", q, table)
 
 
+class _Shifted(nn.Module):
+    """Attention of Transformer-XL: products with positions are shifted by a number more in each row, for which they lie otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.u, self.v = nn.Parameter(torch.randn(H, D)), nn.Parameter(torch.randn(H, D))
+
+    def forward(self, q: Tensor, k: Tensor, positions: Tensor, around: float) -> Tensor:
+        far = (q + self.v.view(1, H, 1, D)) @ positions.mT
+        far = F.pad(far, (1, 0), value=around)
+        far = far.view(*far.shape[:2], far.shape[3], far.shape[2])[:, :, 1:].reshape(*q.shape[:3], -1)
+        return F.scaled_dot_product_attention(q + self.u.view(1, H, 1, D), k, k, attn_mask=far[..., : k.shape[2]])
+
+
+@pytest.mark.parametrize(("around", "may_mask"), [(0.0, False), (-1e9, True)])
+def test_a_shift_that_can_not_be_read_moves_what_is_no_mask(around: float, may_mask: bool) -> None:
+    model = _Shifted()
+    compiled = torch.compile(model, backend="attn_compiler", options={"inner": "aot_eager"})
+    for length in (6, 9):
+        given = normal(B, H, length, D), normal(B, H, length, D, seed=1), normal(2 * length - 1, D, seed=2)
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(*given, around), model(*given, around), atol=1e-5, rtol=1e-5)
+    ((site,),) = (report.sites for report in attn_compiler.reports()[-1:])
+    assert ("may mask" in f"{site.spec.mask.reason} {site.spec.mask.added}") is may_mask
+
+
 NO_MASKS: dict[str, Make] = {
     "Swin v2's": lambda q, table: 16 * torch.sigmoid(_square(table)),
     "a tangent": lambda q, table: torch.tanh(_square(table)) * -50.0,

@@ -157,10 +157,11 @@ def permuted(node: fx.Node, rank: int) -> Order | None:
 
 def _select(node: fx.Node, source: fx.Node, at: At) -> At | None:
     dim, index = dim_of(node), argument(node, "index")
-    if dim is None or not isinstance(index, int) or index < 0:
+    if dim is None or not isinstance(index, int):
         return None
     dim %= fake(source).dim()
-    return (*at[:dim], Const(index), *at[dim:])
+    first = size(axes.shape_exprs(fake(source))[dim]) if index < 0 else ix.ZERO
+    return None if first is None else (*at[:dim], ix.add(first, Const(index)), *at[dim:])
 
 
 def _slice(node: fx.Node, source: fx.Node, at: At) -> At | None:
