@@ -35,6 +35,7 @@ def test_the_license_is_apaches_own_text(pyproject: dict[str, Any]) -> None:
 def test_the_change_log_has_the_version_first(pyproject: dict[str, Any]) -> None:
     headings = re.findall(r"^## (\S+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert headings[0] == pyproject["project"]["version"]
+    assert f"\nversion: {headings[0]}\n" in (ROOT / "CITATION.cff").read_text()
     assert len(set(headings)) == len(headings)
 
 
@@ -108,3 +109,18 @@ def test_nox_tries_the_oldest_torch_and_the_newest() -> None:
 
 def test_ci_builds_the_distributions() -> None:
     assert ".ci/package" in (ROOT / ".ci/run").read_text()
+
+
+def test_only_what_a_user_could_install_and_a_person_approved_is_published() -> None:
+    yaml = pytest.importorskip("yaml")
+    jobs = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())["jobs"]
+    run = {name: " ".join(step.get("run", step.get("uses", "")) for step in job["steps"]) for name, job in jobs.items()}
+    assert ".ci/package .venv/bin/python dist" in run["distributions"]
+    assert [name for name, said in run.items() if "pypi-publish" in said] == ["index"]
+    index = jobs["index"]
+    assert (index["environment"], index["needs"], index["permissions"]) == (
+        "pypi",
+        "distributions",
+        {"id-token": "write"},
+    )
+    assert "secrets." not in (ROOT / ".github/workflows/release.yml").read_text()
