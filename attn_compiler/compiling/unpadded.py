@@ -74,7 +74,10 @@ def compile_unpadded(
             log.debug("%s: %s; it runs op by op", error.step, error.cause)
             return own.forward
 
-    before = _before(packed, inner)
+    before, read = _before(packed, inner)
+    is_awaited = _is_launched(packed.fakes)
+    # The times were measured with Inductor.
+    is_weighed = inner.options.inner == "inductor" and not inner.options.verify and not is_awaited
     return Unpadded(
         first=code(gm, example_inputs, packed.inputs),
         again=again,
@@ -83,12 +86,17 @@ def compile_unpadded(
         original=original,
         steps=packed.steps,
         has_steps=has_steps,
-        are_awaited=_is_launched(packed.fakes),
+        work=packed.work if is_weighed else None,
+        sizes=lambda args: tuple(x.shape if isinstance(x, torch.Tensor) else x for x in (args[i] for i in read)),
+        are_awaited=is_awaited,
     )
 
 
-def _before(packed: Packed, inner: Inner) -> Callable[..., Any]:
-    """Return the check of `Unpadded` before each call. On a GPU it is compiled: launches take the host longer than the kernel runs."""
+def _before(packed: Packed, inner: Inner) -> tuple[Callable[..., Any], tuple[int, ...]]:
+    """Return the check of `Unpadded` before each call, and the indices of the inputs that it reads.
+
+    On a GPU it is compiled: launches take the host longer than the kernel runs.
+    """
     module, read = facts.with_places(packed.before)
     asked: Callable[..., Any] = module
     inputs = [packed.fakes[i] for i in read]
@@ -100,7 +108,7 @@ def _before(packed: Packed, inner: Inner) -> Callable[..., Any]:
                 asked = unrecorded.compile_original(torch_packed.copied(module), inputs)
         except StepFailed as error:
             log.debug("%s: %s; it runs op by op", error.step, error.cause)
-    return lambda *args: asked(*(args[i] for i in read))
+    return lambda *args: asked(*(args[i] for i in read)), read
 
 
 def _is_launched(inputs: Sequence[Any]) -> bool:

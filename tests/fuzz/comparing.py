@@ -21,10 +21,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from attn_compiler.passes.unpad.unpadding import Work
 from tests.fuzz import discards, roundings
 from tests.fuzz.discards import Left
 from tests.fuzz.program import Program
@@ -222,7 +224,9 @@ def check(program: Program) -> Outcome:
         except Left:
             continue
     outcome = Outcome()
-    problem = _compiled(program, wanted, outcome, ours=True)
+    # Programs are too small to gain from it, and padding is left out of them all the same.
+    with mock.patch.object(Work, "is_saved", return_value=True):
+        problem = _compiled(program, wanted, outcome, ours=True)
     if problem is None:
         return outcome
     if program.inner == "eager" and _MULTIPLE_VIEWS in str(problem):

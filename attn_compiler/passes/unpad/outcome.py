@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 from attn_compiler.lowerings.base import UNTOUCHED
 from attn_compiler.passes.graph.onward import Outcome
 from attn_compiler.passes.graph.unit import Unit
-from attn_compiler.passes.unpad.unpadding import Batch
+from attn_compiler.passes.unpad.unpadding import Batch, Work
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.reporting.facts import Steps, UnpadReport
 from attn_compiler.torch_private import packed as torch_packed, tracing as torch_tracing
@@ -52,6 +52,7 @@ class Packed(PaddingOutcome):
     original: the model's own graph.
     padded: that graph as a unit, which gets kernels as any graph does. None if a pass failed on it.
     fakes: fake values of the model's own inputs.
+    work: of a call.
     inputs: fake values of the packed graph's further inputs: the number of tokens, and those of `Batch`.
     mode, most: the fake mode of the graph, and the most tokens that there can be, if that is known.
     steps: filled while it runs.
@@ -65,6 +66,7 @@ class Packed(PaddingOutcome):
     before: fx.GraphModule
     original: fx.GraphModule
     padded: Unit | None = None
+    work: Work
     fakes: tuple[Any, ...]
     inputs: tuple[Any, ...]
     mode: FakeTensorMode

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from attn_compiler.passes.graph import axes, faults, mutation
+from attn_compiler.passes.graph import axes, axis_rules, faults, mutation
 from attn_compiler.passes.graph.aliasing import Aliases
 from attn_compiler.passes.graph.calls import target_name
 from attn_compiler.passes.graph.faults import Fault, Log
@@ -24,6 +24,7 @@ from attn_compiler.passes.unpad.forms import KeepsPadding, Kind, Need, places
 from attn_compiler.passes.unpad.making import Maker, Tokens
 from attn_compiler.passes.unpad.masks import Padding
 from attn_compiler.passes.unpad.outcome import KeptGraph, Packed, fake_inputs
+from attn_compiler.passes.unpad.unpadding import Work
 from attn_compiler.reasons.codes import Code
 from attn_compiler.torch_private import (
     compat as torch_compat,
@@ -32,6 +33,11 @@ from attn_compiler.torch_private import (
     tracing as torch_tracing,
 )
 
+#: lines of products with weights
+_PRODUCTS = [
+    axis_rules.RULES[op]
+    for op in (torch.ops.aten.linear.default, torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+]
 #: lowerings that compute no pair of tokens of two rows
 LEAVING_OUT = ("rows", "hopper", "triton")
 
@@ -181,6 +187,7 @@ def _packed(
         dropout=dropout,
         before=before,
         original=original,
+        work=_work(maker, found),
         fakes=tuple(x.meta["example_value"] for x in original.graph.find_nodes(op="placeholder")),
         mode=unit.mode,
         most=_most(analysis),
@@ -261,6 +268,23 @@ def _put_in(maker: Maker, replaced: Mapping[fx.Node, Need]) -> tuple[str, ...]:
         else:
             copy.replace_all_uses_with(new)
     return tuple(zeroed)
+
+
+def _work(maker: Maker, found: FoundSites) -> Work:
+    """Return the work of a call. Sizes that are not known count for nothing."""
+    packed = {need.node for need in maker.made if need.form == "packed"}
+    weights = [
+        x.meta["val"].numel()
+        for node in packed
+        if axis_rules.line_of(node) in _PRODUCTS
+        for x in node.all_input_nodes
+        if x not in packed and x.meta["val"].dim() == 2
+    ]
+    specs = [site.spec for site in found.sites if site.spec is not None]
+    widths = [(spec.num_heads_q, spec.head_dim_qk) for spec in specs]
+    pairs = [2 * heads * dim for heads, dim in widths if isinstance(heads, int) and isinstance(dim, int)]
+    products = [number for number in weights if isinstance(number, int)]
+    return Work(products=sum(products), pairs=sum(pairs), sites=len(found.sites))
 
 
 def _places(unit: Unit, maker: Maker, replaced: Mapping[fx.Node, Need]) -> dict[int, tuple[int, int]]:

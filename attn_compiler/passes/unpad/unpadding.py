@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch._subclasses import FakeTensor
 
 from attn_compiler.passes.unpad.batches_before import BatchesBefore
-from attn_compiler.reporting.facts import STEPS_KEPT, Steps, UnpaddedStep
+from attn_compiler.reporting.facts import LITTLE_SAVED, STEPS_KEPT, Steps, UnpaddedStep
 from attn_compiler.torch_private.packed import Guards
 
 CompiledFn = Callable[..., Any]
@@ -26,6 +26,8 @@ CompiledFn = Callable[..., Any]
 LEAST_TOKENS = 2
 #: the most compilations of one packed graph, for numbers of tokens with different guards
 MOST_CODES = 4
+#: the most sizes of batches that are known to be too small
+MOST_SIZES = 256
 
 
 #: lengths between a power of two and the next one: 1.6% of the tokens are padding on average
@@ -105,6 +107,30 @@ class Batch:
         return self.tokens, self.rows, self.positions, self.begins, self.ends, self.starts
 
 
+#: what leaving padding out takes on one thread of a CPU, as multiply-adds: for each call, and for each attention and each of its rows
+_OF_CALL, _OF_SITE, _OF_ROW = 1.5e7, 5e6, 6e5
+#: the share of a token's work that it takes to take the token out and to put it back
+_OF_TOKEN = 1 / 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """The work of one call on a CPU, as multiply-adds.
+
+    products: with weights, for one token. pairs: of attention, for one token and one key. sites: the number of attentions.
+    """
+
+    products: int
+    pairs: int
+    sites: int
+
+    def is_saved(self, number: int, positions: int, rows: int) -> bool:
+        """Return whether it is faster to compute so many tokens than so many positions of so many rows."""
+        spent = _OF_CALL + self.sites * (_OF_SITE + _OF_ROW * rows)
+        of_token = self.products + self.pairs * positions / max(rows, 1)
+        return (positions - number * (1 + _OF_TOKEN)) * of_token > spent * torch.get_num_threads()
+
+
 @dataclass(frozen=True, kw_only=True)
 class PackedCode:
     """A compiled packed graph. run: takes the model's inputs and those of `Batch`. guards: on the number of tokens."""
@@ -118,8 +144,9 @@ class Unpadded:
 
     first: the packed graph's code. again: compiles the packed graph for a number of tokens that no code serves; None if it can't. before:
     returns int64, the number of tokens and then 1 for each fact that holds, and the tensors of `Batch`. facts: the names of these facts.
-    original: compiles the padded graph. has_steps: numbers of tokens are rounded up with padding, so that few occur. are_awaited: the host
-    has to wait for the results of `before`, as on a GPU.
+    original: compiles the padded graph. work: of a call; None: batches are packed however little that saves. sizes: the part of a call's
+    inputs that its numbers of rows and positions depend on. has_steps: numbers of tokens are rounded up with padding, so that few occur.
+    are_awaited: the host has to wait for the results of `before`, as on a GPU.
     """
 
     def __init__(
@@ -131,6 +158,8 @@ class Unpadded:
         facts: Sequence[str],
         original: Callable[[], CompiledFn],
         steps: Steps,
+        work: Work | None = None,
+        sizes: Callable[[Sequence[Any]], Hashable] = lambda args: None,
         has_steps: bool = False,
         are_awaited: bool = False,
     ) -> None:
@@ -142,6 +171,8 @@ class Unpadded:
         self._original: CompiledFn | None = None
         self._lock = threading.Lock()
         self._steps = steps
+        self._work, self._sizes = work, sizes
+        self._too_small: set[Hashable] = set()
         self._has_steps = has_steps
         self._batches = BatchesBefore(steps=steps, read=self._read, are_awaited=are_awaited)
         self._unasked = 0
@@ -154,11 +185,14 @@ class Unpadded:
             self._unasked += 1
             return self.original(*args)
         self._unasked = 0
+        sizes = None if self._work is None else self._sizes(args)
+        if sizes in self._too_small:
+            return self.original(*args)
         if self._batches.are_better_padded():
             return self._unawaited(*args)
         # The tokens' places are computed before the wait: the device is idle from then until the packed graph runs.
         told, whole = self._ask(*args)
-        step = self._read(told.tolist(), len(whole.tokens))
+        step = self._weighed(self._read(told.tolist(), len(whole.tokens)), whole, sizes)
         length = self._length(step.number, len(whole.tokens))
         # In the caller's grad mode, which decides on the compiled code.
         code = None if step.failed else self._code(length, args)
@@ -193,6 +227,17 @@ class Unpadded:
         if number < LEAST_TOKENS:
             failed = (*failed, f"{LEAST_TOKENS} tokens are real")
         return UnpaddedStep(number=number, fill=number / max(positions, 1), failed=failed)
+
+    def _weighed(self, step: UnpaddedStep, batch: Batch, sizes: Hashable) -> UnpaddedStep:
+        """Return the step, failed where packing is no faster. Batches of sizes that never gain are not asked again."""
+        if self._work is None or step.failed:
+            return step
+        positions, rows = len(batch.tokens), len(batch.starts) - 1
+        if self._work.is_saved(step.number, positions, rows):
+            return step
+        if not self._work.is_saved(LEAST_TOKENS, positions, rows) and len(self._too_small) < MOST_SIZES:
+            self._too_small.add(sizes)
+        return dataclasses.replace(step, failed=(LITTLE_SAVED,))
 
     def _code(self, number: int, args: Sequence[Any]) -> PackedCode | None:
         """Return code that serves so many tokens; None if there is none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,12 +14,13 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from attn_compiler.passes.unpad import batches_before, outcome
+from attn_compiler.passes.unpad import batches_before, outcome, packing
 from attn_compiler.passes.unpad.outcome import Packed
-from attn_compiler.passes.unpad.unpadding import MOST_CODES, Batch, PackedCode, Unpadded, in_steps
-from attn_compiler.reporting.facts import Steps
+from attn_compiler.passes.unpad.unpadding import MOST_CODES, Batch, PackedCode, Unpadded, Work, in_steps
+from attn_compiler.reporting.facts import LITTLE_SAVED, Steps
 from attn_compiler.torch_private import compat as torch_compat, packed as torch_packed
 from attn_compiler.torch_private.packed import Compilation, GuardedError, Guards
+from tests.passes.unpad import encoder
 
 REAL = torch.tensor([[True, False, True], [False, False, False], [True, True, True]])
 
@@ -33,7 +35,7 @@ class Asking:
         return number <= self.most
 
 
-def unpadded(made: list[int], steps: Steps, *, most: int, fact: bool = True) -> Unpadded:
+def unpadded(made: list[int], steps: Steps, *, most: int, fact: bool = True, work: Work | None = None) -> Unpadded:
     def code(up_to: int) -> PackedCode:
         return PackedCode(run=lambda *args: ("packed", up_to, len(args)), guards=cast(Guards, Asking(up_to)))
 
@@ -51,6 +53,8 @@ def unpadded(made: list[int], steps: Steps, *, most: int, fact: bool = True) -> 
         facts=("it holds",),
         original=lambda: lambda *args: ("original", len(args)),
         steps=steps,
+        work=work,
+        sizes=lambda args: args[0].shape,
     )
 
 
@@ -125,6 +129,38 @@ def test_a_graph_that_is_never_packed_is_asked_now_and_then() -> None:
     assert len(asked) == 16 + 1
     assert len(unpadded_steps := steps.last) == 16
     assert all(step.failed for step in unpadded_steps)
+
+
+def test_a_batch_that_saves_little_runs_padded() -> None:
+    """It is asked again unless no batch of its sizes could save more. 16 such batches do not stop the questions."""
+    steps, asked = Steps(), []
+    function = unpadded([], steps, most=10**6, work=Work(products=10**6, pairs=0, sites=1))
+    before = function._before
+    function._before = lambda *args: asked.append(None) or before(*args)  # type: ignore[func-returns-value]
+    for _ in range(3):
+        assert function(REAL) == ("original", 1)
+    assert len(asked) == 1
+    full = torch.ones(8, 64, dtype=torch.bool)
+    for _ in range(20):
+        assert function(full) == ("original", 1)
+    assert len(asked) == 21
+    assert {step.failed for step in steps.last} == {(LITTLE_SAVED,)}
+    full[:, 32:] = False
+    assert function(full)[0] == "packed"
+    assert steps.last[-1].failed == ()
+
+
+def test_padding_is_worth_the_work_of_its_tokens() -> None:
+    work = Work(products=10**6, pairs=100, sites=6)
+    saves = [number for number in range(1, 1025) if work.is_saved(number, 1024, 16)]
+    # The fewer tokens, the more is saved; nothing is without padding, nor with little of it.
+    assert saves == list(range(1, len(saves) + 1))
+    assert 512 < len(saves) < 1024 * 31 / 32
+    less = dataclasses.replace(work, products=10**4)
+    more = [dataclasses.replace(work, pairs=10**4), dataclasses.replace(work, sites=3)]
+    assert not less.is_saved(len(saves), 1024, 16)
+    assert all(one.is_saved(len(saves) + 1, 1024, 16) for one in more)
+    assert not work.is_saved(len(saves), 1024, 32)
 
 
 def test_code_is_made_again_for_numbers_that_no_code_serves() -> None:
@@ -268,6 +304,7 @@ def _packed(mode: FakeTensorMode | None = None, **changed: Any) -> Packed:
         "inputs": outcome.fake_inputs(mode, 30, 7, starts),
         "mode": mode,
         "most": 30,
+        "work": Work(products=1, pairs=1, sites=1),
     }
     return Packed(**{**given, **changed})
 
@@ -299,3 +336,12 @@ def test_another_number_of_tokens_is_another_size() -> None:
     assert further[0].node.hint == 19
     assert str(further[1].shape[0]) == str(further[0])
     assert further[-1].shape == packed.inputs[-1].shape
+
+
+def test_the_work_of_a_token_is_that_of_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Any] = []
+    real = packing._work
+    monkeypatch.setattr(packing, "_work", lambda *given: found.append(real(*given)) or found[-1])
+    encoder.check(encoder.Encoder())
+    # Two layers of 2 heads: q, k and v are one product, and what comes out of the heads is another.
+    assert [(x.products, x.pairs, x.sites) for x in found] == [(2 * 4 * encoder.WIDTH**2, 2 * 2 * encoder.WIDTH, 2)]
