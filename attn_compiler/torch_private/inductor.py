@@ -170,6 +170,13 @@ def records_cuda_graphs(patches: dict[str, Any]) -> bool:
     return bool(patches.get("triton.cudagraphs", config.triton.cudagraphs))
 
 
+def freezes_in_vain(patches: dict[str, Any]) -> bool:
+    """Return True if these patches alone ask for frozen weights. Dynamo sees no patches, and has to make weights attributes of the graph."""
+    from torch._inductor import config
+
+    return bool(patches.get("freezing")) and not config.freezing
+
+
 def forget_cuda_graphs() -> None:
     """Free the memory of CUDA graphs, as torch._dynamo.reset() does for backend="inductor"."""
     trees = sys.modules.get("torch._inductor.cudagraph_trees")

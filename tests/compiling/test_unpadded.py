@@ -12,7 +12,7 @@ from attn_compiler.compiling.attempts import StepFailed
 from attn_compiler.compiling.inner import Inner
 from attn_compiler.passes.unpad import batches_before
 from attn_compiler.passes.unpad.unpadding import Work
-from attn_compiler.torch_private import packed as torch_packed
+from attn_compiler.torch_private import inductor as torch_inductor, packed as torch_packed
 from tests import inductor_caches
 from tests.passes.unpad.encoder import LENGTH, MASK, WIDTH, Decoder, Encoder, check, compiled, ids_of, mask_of, report
 
@@ -161,3 +161,14 @@ def test_the_packed_graphs_code_is_found_on_disk_with_its_guards(
     held = [[[guards.hold(number, args) for number in numbers] for guards in run] for run in runs]
     assert held[0] == held[1]
     assert not all(all(one) for one in held[0])
+
+
+@pytest.mark.parametrize("is_set", [False, True])
+def test_freezing_that_dynamo_does_not_see_is_told(
+    is_set: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch_inductor, "compile_with_inductor", lambda gm, *_, **__: gm.forward)
+    model = torch.compile(torch.nn.Linear(2, 2), backend="attn_compiler", options={"freezing": True})
+    with inductor_config.patch(freezing=is_set), torch.no_grad():
+        model(torch.ones(1, 2))
+    assert ("set torch._inductor.config.freezing = True" in caplog.text) is not is_set
