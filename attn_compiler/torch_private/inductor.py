@@ -171,7 +171,7 @@ def records_cuda_graphs(patches: dict[str, Any]) -> bool:
 
 
 def freezes_in_vain(patches: dict[str, Any]) -> bool:
-    """Return True if these patches alone ask for frozen weights. Dynamo sees no patches, and has to make weights attributes of the graph."""
+    """Return True if these patches alone ask for frozen weights. Dynamo sees no patches, and hands weights over as inputs."""
     from torch._inductor import config
 
     return bool(patches.get("freezing")) and not config.freezing
