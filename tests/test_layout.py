@@ -81,7 +81,7 @@ TEST_LINES = {
     "context_parallel": 4317,  # with tests that stood in torch_private/
     "distributed": 941,
     "export": 892,
-    "fuzz": 8952,  # masks as algebra, computed sizes; linear attention's resets and NaN; functions that change between two calls
+    "fuzz": 9022,  # masks as algebra, computed sizes, faults in them; linear attention's resets and NaN; functions that change
     "gate": 697,
     "graphs": 144,
     "hf": 8665,  # a hundred sizes of each family; a survey of four whole packages: files, configs, arguments

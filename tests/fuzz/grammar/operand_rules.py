@@ -165,14 +165,14 @@ def cross(draft: Draft) -> None:
     operands.operands(draft, most=1)
     draft.pick(
         lambda d: simple_site(d, scores.mask),
-        lambda d: simple_site(d, _diagonal),
-        lambda d: simple_site(d, _diagonal),
+        lambda d: simple_site(d, diagonal),
+        lambda d: simple_site(d, diagonal),
         calls.called,
     )(draft)
     weights.after(draft, most=1)
 
 
-def _diagonal(draft: Draft) -> None:
+def diagonal(draft: Draft) -> None:
     """Causal masks of a rectangle, which begin top left or end bottom right."""
     conditions.positions(draft)
     masks.apply(

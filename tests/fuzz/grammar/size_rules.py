@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tests.fuzz.grammar import calls, operands, scores, weights
+from tests.fuzz.grammar import calls, operand_rules, operands, scores, weights
 from tests.fuzz.grammar.draft import Draft
 from tests.fuzz.grammar.site import simple_site
 
@@ -70,7 +70,10 @@ def sizes_as_expressions(draft: Draft) -> None:
     for name in ("k", "v"):
         operands.repeat_heads(draft, name)
     steps = (scores.mask, scores.mask, scores.usual_mask, scores.bias, scores.positional)
-    if draft.maybe(4):
+    if form is _alike_at_first and draft.maybe():
+        # A diagonal that ends bottom right is causal, and a rectangle a square, for the first sizes alone.
+        simple_site(draft, operand_rules.diagonal)
+    elif draft.maybe(4):
         calls.called(draft)
     else:
         simple_site(

@@ -1,6 +1,6 @@
 """Planted faults: changes of our own code that make some result wrong. The fuzzer has to find them (python -m tests.fuzz.recall)."""
 
-from tests.fuzz.planted import borders, expressions, keyless, linear, lowering, padding, reading, sites, views
+from tests.fuzz.planted import algebra, borders, expressions, keyless, linear, lowering, padding, reading, sites, views
 from tests.fuzz.planted.fault import KERNELS, DoesNotApply, Fault, plant, swap
 
 FAULTS: tuple[Fault, ...] = (
@@ -13,6 +13,7 @@ FAULTS: tuple[Fault, ...] = (
     *keyless.ALL,
     *padding.ALL,
     *linear.ALL,
+    *algebra.ALL,
 )
 
 __all__ = ["FAULTS", "KERNELS", "DoesNotApply", "Fault", "plant", "swap"]
