@@ -35,6 +35,13 @@ def _ways() -> Iterator[str]:
             yield f"| {row['way']} | {row['found']} / {row['there']} | {row['known']} | {row['equal']} | `{row['test']}` |"
 
 
+def _studies() -> Iterator[str]:
+    """Questions about speed that were answered, what was found, and where the rows are."""
+    with (DOCS.parent / "benchmarks" / "studies.csv").open(newline="", encoding="utf-8") as file:
+        heads, *rows = csv.reader(file)
+    yield from (f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows))
+
+
 def _surveyed(release: str = "") -> list[survey.Result]:
     return survey.read_csv(DOCS / f"survey{release}.csv")
 
@@ -62,6 +69,7 @@ TABLES: Mapping[str, Callable[[], str | Iterable[str]]] = {
     "options": options.table,
     "ratios": results.ratios,
     "releases": supported.releases,
+    "studies": _studies,
     "survey": lambda: survey.found(_surveyed()),
     "survey_other_release": lambda: survey.of_other_release(_surveyed("_transformers_4_57")),
     "survey_others": lambda: survey.others(_surveyed()),
