@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 from attn_compiler.lowerings.base import UNTOUCHED
 from attn_compiler.passes.graph.onward import Outcome
 from attn_compiler.passes.graph.unit import Unit
-from attn_compiler.passes.unpad.unpadding import Batch, Work
+from attn_compiler.passes.unpad.unpadding import Batch, PackedWork
 from attn_compiler.reasons.decisions import Reason
 from attn_compiler.reporting.facts import Steps, UnpadReport
 from attn_compiler.torch_private import packed as torch_packed, tracing as torch_tracing
@@ -66,7 +66,7 @@ class Packed(PaddingOutcome):
     before: fx.GraphModule
     original: fx.GraphModule
     padded: Unit | None = None
-    work: Work
+    work: PackedWork
     fakes: tuple[Any, ...]
     inputs: tuple[Any, ...]
     mode: FakeTensorMode

@@ -24,7 +24,7 @@ from attn_compiler.passes.unpad.forms import KeepsPadding, Kind, Need, places
 from attn_compiler.passes.unpad.making import Maker, Tokens
 from attn_compiler.passes.unpad.masks import Padding
 from attn_compiler.passes.unpad.outcome import KeptGraph, Packed, fake_inputs
-from attn_compiler.passes.unpad.unpadding import Work
+from attn_compiler.passes.unpad.unpadding import PackedWork
 from attn_compiler.reasons.codes import Code
 from attn_compiler.torch_private import (
     compat as torch_compat,
@@ -270,7 +270,7 @@ def _put_in(maker: Maker, replaced: Mapping[fx.Node, Need]) -> tuple[str, ...]:
     return tuple(zeroed)
 
 
-def _work(maker: Maker, found: FoundSites) -> Work:
+def _work(maker: Maker, found: FoundSites) -> PackedWork:
     """Return the work of a call. Sizes that are not known count for nothing."""
     packed = {need.node for need in maker.made if need.form == "packed"}
     weights = [
@@ -284,7 +284,7 @@ def _work(maker: Maker, found: FoundSites) -> Work:
     widths = [(spec.num_heads_q, spec.head_dim_qk) for spec in specs]
     pairs = [2 * heads * dim for heads, dim in widths if isinstance(heads, int) and isinstance(dim, int)]
     products = [number for number in weights if isinstance(number, int)]
-    return Work(products=sum(products), pairs=sum(pairs), sites=len(found.sites))
+    return PackedWork(products=sum(products), pairs=sum(pairs), sites=len(found.sites))
 
 
 def _places(unit: Unit, maker: Maker, replaced: Mapping[fx.Node, Need]) -> dict[int, tuple[int, int]]:

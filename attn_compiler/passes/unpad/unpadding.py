@@ -114,7 +114,7 @@ _OF_TOKEN = 1 / 32
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class PackedWork:
     """The work of one call on a CPU, as multiply-adds.
 
     products: with weights, for one token. pairs: of attention, for one token and one key. sites: the number of attentions.
@@ -158,7 +158,7 @@ class Unpadded:
         facts: Sequence[str],
         original: Callable[[], CompiledFn],
         steps: Steps,
-        work: Work | None = None,
+        work: PackedWork | None = None,
         sizes: Callable[[Sequence[Any]], Hashable] = lambda args: None,
         has_steps: bool = False,
         are_awaited: bool = False,

@@ -16,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from attn_compiler.passes.unpad import batches_before, outcome, packing
 from attn_compiler.passes.unpad.outcome import Packed
-from attn_compiler.passes.unpad.unpadding import MOST_CODES, Batch, PackedCode, Unpadded, Work, in_steps
+from attn_compiler.passes.unpad.unpadding import MOST_CODES, Batch, PackedCode, PackedWork, Unpadded, in_steps
 from attn_compiler.reporting.facts import LITTLE_SAVED, Steps
 from attn_compiler.torch_private import compat as torch_compat, packed as torch_packed
 from attn_compiler.torch_private.packed import Compilation, GuardedError, Guards
@@ -35,7 +35,9 @@ class Asking:
         return number <= self.most
 
 
-def unpadded(made: list[int], steps: Steps, *, most: int, fact: bool = True, work: Work | None = None) -> Unpadded:
+def unpadded(
+    made: list[int], steps: Steps, *, most: int, fact: bool = True, work: PackedWork | None = None
+) -> Unpadded:
     def code(up_to: int) -> PackedCode:
         return PackedCode(run=lambda *args: ("packed", up_to, len(args)), guards=cast(Guards, Asking(up_to)))
 
@@ -134,7 +136,7 @@ def test_a_graph_that_is_never_packed_is_asked_now_and_then() -> None:
 def test_a_batch_that_saves_little_runs_padded() -> None:
     """It is asked again unless no batch of its sizes could save more. 16 such batches do not stop the questions."""
     steps, asked = Steps(), []
-    function = unpadded([], steps, most=10**6, work=Work(products=10**6, pairs=0, sites=1))
+    function = unpadded([], steps, most=10**6, work=PackedWork(products=10**6, pairs=0, sites=1))
     before = function._before
     function._before = lambda *args: asked.append(None) or before(*args)  # type: ignore[func-returns-value]
     for _ in range(3):
@@ -151,7 +153,7 @@ def test_a_batch_that_saves_little_runs_padded() -> None:
 
 
 def test_padding_is_worth_the_work_of_its_tokens() -> None:
-    work = Work(products=10**6, pairs=100, sites=6)
+    work = PackedWork(products=10**6, pairs=100, sites=6)
     saves = [number for number in range(1, 1025) if work.is_saved(number, 1024, 16)]
     # The fewer tokens, the more is saved; nothing is without padding, nor with little of it.
     assert saves == list(range(1, len(saves) + 1))
@@ -304,7 +306,7 @@ def _packed(mode: FakeTensorMode | None = None, **changed: Any) -> Packed:
         "inputs": outcome.fake_inputs(mode, 30, 7, starts),
         "mode": mode,
         "most": 30,
-        "work": Work(products=1, pairs=1, sites=1),
+        "work": PackedWork(products=1, pairs=1, sites=1),
     }
     return Packed(**{**given, **changed})
 
