@@ -131,10 +131,11 @@ def functional(function: Callable[..., Any]) -> Callable[..., Any]:
     return dispatch_functionalize(function, FunctionalTensorMode(pre_dispatch=True))
 
 
-#: ops that make and join masks, which PyTorch decomposes
+#: ops that make and join masks, which PyTorch decomposes; its other names of ops
 _BY_DEFINITION = (
     "atleast_1d atleast_2d hstack vstack dstack column_stack kron outer ger block_diag diag diag_embed eye fliplr flipud rot90 "
-    "__xor__ __ixor__"
+    "__xor__ __ixor__ absolute absolute_ clip clip_ divide divide_ fix fix_ greater greater_ greater_equal greater_equal_ less less_ "
+    "less_equal less_equal_ multiply multiply_ negative negative_ not_equal not_equal_ subtract subtract_ true_divide true_divide_"
 )
 
 

@@ -8,7 +8,6 @@ at a version between two writes.
 from __future__ import annotations
 
 import itertools
-import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,23 +119,6 @@ def _with_next(position: Expr, atoms: list[Any], match: Match, head_dim: Dim) ->
     return None
 
 
-def _piece(reader: Reader, node: fx.Node, at: At) -> Expr | None:
-    """Read getitem(split(x, sizes, dim), i)."""
-    pieces, place = node.args
-    if not isinstance(pieces, fx.Node) or not isinstance(place, int) or pieces.target not in _SPLITS:
-        return None
-    source, values = views.source(pieces), pieces.meta["val"]
-    dim = views.argument(pieces, "dim", 0)
-    if not isinstance(dim, int):
-        return None
-    dim %= len(at)
-    sizes = [axes.shape_exprs(value)[dim] for value in values[:place]]
-    if not all(size.is_Integer for size in sizes):
-        return None
-    own = ix.add(at[dim], Const(sum(map(int, sizes))))
-    return reader.read(source, (*at[:dim], own, *at[dim + 1 :]))
-
-
 def _joined(reader: Reader, node: fx.Node, at: At) -> Expr | None:
     """Read a cat of parts of a head. A cat of keys, such as a cache's and new ones, is itself a source."""
     dim = views.argument(node, "dim", 0)
@@ -156,13 +138,6 @@ def _same(reader: Reader, node: fx.Node, at: At) -> Expr | None:
     return reader.read(source, at) if alike else None
 
 
-_SPLITS = (
-    aten.split_with_sizes.default,
-    aten.split.Tensor,
-    aten.split.sizes,
-    aten.chunk.default,
-    aten.tensor_split.sections,
-)
 _MADE_EMPTY = (aten.new_empty.default, aten.empty.memory_format, aten.empty_like.default)
 _COPIES = (*views.COPIES, *views.CASTS, aten.to.device, aten.type_as.default)
 
@@ -172,7 +147,6 @@ _RULES: dict[object, ReadOp] = {
     **dict.fromkeys(_COPIES, _same),
     **dict.fromkeys(_MADE_EMPTY, _unwritten),
     **dict.fromkeys((aten.cat.default, aten.concat.default, aten.concatenate.default), _joined),
-    operator.getitem: _piece,
     aten.copy_.default: in_place.READERS[aten.copy_.default],
 }
 

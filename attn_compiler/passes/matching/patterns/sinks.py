@@ -24,7 +24,7 @@ from attn_compiler.passes.matching.patterns.shares import ONE, QueryNumbers
 
 aten = torch.ops.aten
 _PRODUCTS = frozenset({aten.mul.Tensor, aten.mul_.Tensor})
-_QUOTIENTS = frozenset({aten.div.Tensor, aten.div_.Tensor, aten.true_divide.Tensor})
+_QUOTIENTS = frozenset({aten.div.Tensor, aten.div_.Tensor})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ aten = torch.ops.aten
 CALLS = frozenset({aten.softmax.int, aten._softmax.default, aten._safe_softmax.default, aten.special_softmax.default})
 WRITTEN_OUT = frozenset({aten.exp.default})
 _LOG_SOFTMAX = frozenset({aten.log_softmax.int, aten._log_softmax.default, aten.special_log_softmax.default})
-_DIVISIONS = frozenset({aten.div.Tensor, aten.true_divide.Tensor})
+_DIVISIONS = frozenset({aten.div.Tensor})
 
 #: ops that sum the weights, none of which is below 0
 SUM, NORM = aten.sum.dim_IntList, aten.linalg_vector_norm.default

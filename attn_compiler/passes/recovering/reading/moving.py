@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -197,6 +198,19 @@ def _is_from_the_front(start: Any) -> bool:
     return isinstance(value, (int, torch.SymInt)) and torch_symbols.statically_known(value >= 0)
 
 
+def _piece(reader: Reader, node: fx.Node, at: At) -> Expr | None:
+    """Read getitem(split(x, sizes, dim), i)."""
+    pieces, place = node.args
+    if not isinstance(pieces, fx.Node) or not isinstance(place, int) or pieces.target not in _SPLITS:
+        return None
+    whole, dim = pieces.args[0], argument(pieces, "dim", 0)
+    if not isinstance(dim, int) or not isinstance(whole, fx.Node):
+        return None
+    dim %= len(at)
+    first = size(sympy.Add(*(axes.shape_exprs(value)[dim] for value in pieces.meta["val"][:place])))
+    return None if first is None else reader.read(whole, _with(at, dim, ix.add(at[dim], first)))
+
+
 def _indexed(reader: Reader, node: fx.Node, at: At) -> Expr | None:
     """Read x[:, i, j, ...] with index tensors for adjacent axes."""
     source, given = node.args[0], node.args[1]
@@ -324,6 +338,14 @@ def _embedding(reader: Reader, node: fx.Node, at: At) -> Expr | None:
     return reader.read(weight, (reader.read(indices, at[:-1]), at[-1]))
 
 
+_SPLITS = (
+    aten.split_with_sizes.default,
+    aten.split.Tensor,
+    aten.split.sizes,
+    aten.chunk.default,
+    aten.tensor_split.sections,
+)
+
 READERS: dict[object, ReadOp] = {
     **dict.fromkeys(PERMUTES, _by_indices(_permuted)),
     **dict.fromkeys((*RESHAPES, *SQUEEZES), _by_indices(_reshaped)),
@@ -335,6 +357,7 @@ READERS: dict[object, ReadOp] = {
     aten.select.int: _by_indices(_select),
     aten.flip.default: _by_indices(_flipped),
     aten.roll.default: _by_indices(_rolled),
+    operator.getitem: _piece,
     aten.index.Tensor: _indexed,
     aten.embedding.default: _embedding,
     **dict.fromkeys((aten.index_select.default, aten.gather.default), _picked),
