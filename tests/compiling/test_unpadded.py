@@ -11,7 +11,7 @@ from attn_compiler.compiling import unpadded
 from attn_compiler.compiling.attempts import StepFailed
 from attn_compiler.compiling.inner import Inner
 from attn_compiler.passes.unpad import batches_before
-from attn_compiler.passes.unpad.unpadding import Work
+from attn_compiler.passes.unpad.unpadding import PackedWork
 from attn_compiler.torch_private import inductor as torch_inductor, packed as torch_packed
 from tests import inductor_caches
 from tests.passes.unpad.encoder import LENGTH, MASK, WIDTH, Decoder, Encoder, check, compiled, ids_of, mask_of, report
@@ -20,7 +20,7 @@ from tests.passes.unpad.encoder import LENGTH, MASK, WIDTH, Decoder, Encoder, ch
 @pytest.fixture(autouse=True)
 def always_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """However small a batch is."""
-    monkeypatch.setattr(Work, "is_saved", lambda *_: True)
+    monkeypatch.setattr(PackedWork, "is_saved", lambda *_: True)
 
 
 def loss(x: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

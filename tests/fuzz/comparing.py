@@ -26,7 +26,6 @@ from unittest import mock
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from attn_compiler.passes.unpad.unpadding import Work
 from tests.fuzz import discards, roundings
 from tests.fuzz.discards import Left
 from tests.fuzz.program import Program
@@ -225,7 +224,7 @@ def check(program: Program) -> Outcome:
             continue
     outcome = Outcome()
     # Programs are too small to gain from it, and padding is left out of them all the same.
-    with mock.patch.object(Work, "is_saved", return_value=True):
+    with mock.patch("attn_compiler.passes.unpad.unpadding.PackedWork.is_saved", return_value=True):
         problem = _compiled(program, wanted, outcome, ours=True)
     if problem is None:
         return outcome

@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 import transformers
 
 import attn_compiler
-from attn_compiler.passes.unpad.unpadding import Work
+from attn_compiler.passes.unpad.unpadding import PackedWork
 from tests.integrations import launching
 from tests.integrations.launching import LAYERS, SIZES, WORDS, found
 
@@ -61,7 +61,7 @@ def test_one_graph_for_all_sentences(embedders: Any, path: str) -> None:
 @pytest.mark.usefixtures("quick")
 def test_encode_without_padding(embedders: Any, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # The model is too small to gain from it.
-    monkeypatch.setattr(Work, "is_saved", lambda *_: True)
+    monkeypatch.setattr(PackedWork, "is_saved", lambda *_: True)
     plain, embedder = (embedders.SentenceTransformer(path, device="cpu") for _ in range(2))
     embedder.compile(dynamic=True, backend="attn_compiler", options={**_SETTINGS["options"], "unpad": True})
     for texts, size in ((SENTENCES, 2), (SENTENCES * 3, 5)):
