@@ -66,7 +66,7 @@ LINES = {
     "reporting": 2921,  # checks print; names of models; programs of a site with its recipe and functions of sizes; a short report
     "spec": 2083,
     # Says what is compiled for another process; the kernels folder is set for graphs with CUDA; a switch of Dynamo is set for each call.
-    "torch_private": 3413,  # opens tensors that wrap others; names the model of a graph; ranges in profiles
+    "torch_private": 3414,  # other names of ops; opens tensors that wrap others; names the model of a graph; ranges in profiles
     "verifying": 2672,
 }
 
