@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -89,10 +90,12 @@ def test_a_file_has_rows_of_both_sizes_and_what_was_run_is_not_run_again(
 def test_what_takes_too_long_or_does_not_import_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
 
-    def busy(name: str) -> Row:
-        return Row(model=name, call="", device="meta")
+    def busy(name: str) -> Iterator[Row]:
+        while name:
+            pass
+        yield Row(model=name, call="", device="meta")
 
-    late = packages.Package(units=list, rows=lambda name: iter(lambda: busy(name), None))
+    late = packages.Package(units=list, rows=busy)
     monkeypatch.setitem(packages.PACKAGES, "transformers", late)  # type: ignore[arg-type]
     *_, row = rows_of("transformers", "slow", 1)
     assert (row.status, row.call, row.detail) == ("unavailable", "not built", "longer than 1 seconds")
