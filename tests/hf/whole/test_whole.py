@@ -95,8 +95,7 @@ def test_what_takes_too_long_or_does_not_import_is_a_row(monkeypatch: pytest.Mon
             pass
         yield Row(model=name, call="", device="meta")
 
-    late = packages.Package(units=list, rows=busy)
-    monkeypatch.setitem(packages.PACKAGES, "transformers", late)  # type: ignore[arg-type]
+    monkeypatch.setitem(packages.PACKAGES, "transformers", packages.Package(units=list, rows=busy))  # type: ignore[arg-type]
     *_, row = rows_of("transformers", "slow", 1)
     assert (row.status, row.call, row.detail) == ("unavailable", "not built", "longer than 1 seconds")
     (row,) = rows_of("no_such_package", "slow", 1)
