@@ -13,6 +13,7 @@ from torch import fx, nn
 import attn_compiler
 from attn_compiler.options.options import Options
 from attn_compiler.passes import rewrite
+from attn_compiler.passes.unpad.unpadding import PackedWork
 from attn_compiler.torch_private.store import Store
 from tests.passes.unpad.encoder import (
     LENGTH,
@@ -142,7 +143,8 @@ def test_autocast_inside_and_around() -> None:
 
 @pytest.mark.in_turns(2)
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
-def test_through_aotautograd_and_inductor(inner: str) -> None:
+def test_through_aotautograd_and_inductor(inner: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PackedWork, "is_saved", lambda *_: True)
     model = Decoder(ending=loss)
     function = compiled(model, inner=inner)
     for lengths in ((4, 10, 7), (10, 2, 1)):
