@@ -216,13 +216,13 @@ def documents_of_any_number(ids: Tensor) -> Tensor:
 # ---- floats -----------------------------------------------------------------------------------------------------------
 
 
-@near_miss(unproved="numbers that are rounded")
+@near_miss("((getitem[0, k] = getitem_1[q, 0]) ∨ (getitem[0, k] < getitem_1[q, 0]))")
 def positions_beyond_float16() -> Tensor:
     place = torch.arange(2046, 2046 + S).half()
     return place[None, :] <= place[:, None]
 
 
-@near_miss(unproved="numbers that are rounded")
+@near_miss("((getitem[0, k] = getitem_1[q, 0]) ∨ (getitem[0, k] < getitem_1[q, 0]))")
 def positions_beyond_float32() -> Tensor:
     place = torch.arange(S).float() + 2.0**24
     return place[None, :] <= place[:, None]

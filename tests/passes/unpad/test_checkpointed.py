@@ -14,6 +14,7 @@ from attn_compiler.compiling import unpadded
 from attn_compiler.compiling.inner import Inner
 from attn_compiler.passes.graph.calls import target_name
 from attn_compiler.passes.unpad import batches_before, unpadding
+from attn_compiler.passes.unpad.unpadding import PackedWork
 from tests.passes.unpad.encoder import (
     LENGTH,
     MASK,
@@ -30,6 +31,12 @@ from tests.passes.unpad.test_zeroing import Coming, cls, held, loss, mean
 
 # Padding is out of layers under gradient checkpointing, too.
 FULL = mask_of(LENGTH, LENGTH, LENGTH)
+
+
+@pytest.fixture(autouse=True)
+def always_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However small a batch is."""
+    monkeypatch.setattr(PackedWork, "is_saved", lambda *_: True)
 
 
 class Checkpointed(Encoder):
