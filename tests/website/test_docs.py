@@ -86,8 +86,9 @@ def test_the_blocks_of_a_page_run_one_after_the_other(
 
     monkeypatch.setattr(torch, "compile", quickly)
     names = _what_readers_have()
-    # A page sets a switch of Dynamo, which the tests after it are to find as it was.
-    with torch._dynamo.config.patch({STORING_ONCE: False}):
+    # A page sets switches of Dynamo and Inductor, which the tests after it are to find as they were.
+    freezing = {"freezing": False, "cpp.enable_concat_linear": False}
+    with torch._dynamo.config.patch({STORING_ONCE: False}), torch._inductor.config.patch(freezing):
         for block in blocks(page):
             if block.why is None:
                 # A page may show several ways to compile one model.
