@@ -33,7 +33,7 @@ LINES = {
     "compiling": 2038,  # small batches run padded; freezing in vain; the name of a model; the time of a compilation; late imports
     "context_parallel": 1439,  # with rank_sync, which stood in torch_private/
     "export": 303,
-    "index_expr": 2224,
+    "index_expr": 2235,  # an equation is solved for an index here, where two rooms did so
     "integrations": 342,
     "lowerings": 447,  # families are a list of their own; each says whether it reads a tensor over pairs; so do its families, and reports
     "lowerings/choice": 1888,
@@ -55,9 +55,9 @@ LINES = {
     "passes/graph": 6073,  # copies of caches have a remedy; constants of one number are equal; which nodes are in sites
     # Sinks and logsumexps are read as quotients here, where spelling/ had a table of two forms.
     # Exponentials may be divided by their sum after the product, too; the search of modules is apart from what it finds.
-    "passes/matching": 5949,  # a column of sinks; the search of modules is apart from what it finds
+    "passes/matching": 5948,  # a column of sinks; the search of modules is apart from what it finds
     "passes/pipeline": 635,  # a step says what it needs to have anything to do
-    "passes/recovering": 6105,  # Transformer-XL's shift; squares over borders; computed places, alternatives, learned biases, symbols
+    "passes/recovering": 6093,  # Transformer-XL's shift; squares over borders; computed places, alternatives, learned biases, symbols
     "passes/rewrites": 1221,  # the name of a model
     "passes/spelling": 2764,  # spells out quantised weights; checkpoints ask for themselves whether they are inlined
     "passes/unpad": 2785,  # int8; the work that packing saves; with its run time and its outcome, from torch_private/ and graph/
@@ -66,7 +66,7 @@ LINES = {
     "reporting": 2921,  # checks print; names of models; programs of a site with its recipe and functions of sizes; a short report
     "spec": 2083,
     # Says what is compiled for another process; the kernels folder is set for graphs with CUDA; a switch of Dynamo is set for each call.
-    "torch_private": 3414,  # other names of ops; opens tensors that wrap others; names the model of a graph; ranges in profiles
+    "torch_private": 3413,  # other names of ops; opens tensors that wrap others; names the model of a graph; ranges in profiles
     "verifying": 2672,
 }
 

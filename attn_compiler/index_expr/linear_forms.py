@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 
-from attn_compiler.index_expr.nodes import Const, Expr, Linear
+from attn_compiler.index_expr.nodes import Const, Expr, Index, Linear, Test
 from attn_compiler.index_expr.placing import place
 
 
@@ -35,6 +35,17 @@ def combine(a: Linear, b: Linear, factor: int) -> Linear:
         else:
             del terms[at]
     return Linear(tuple(terms), a.const + factor * b.const)
+
+
+def solved(condition: Expr, index: Index) -> Expr | None:
+    """Return the value that an equation gives an index of factor 1 or -1: q - 1 for k, of k + 1 = q. None if it gives none."""
+    if not isinstance(condition, Test) or condition.relation != "==":
+        return None
+    factor = dict(condition.form.terms).get(index, 0)
+    if abs(factor) != 1:
+        return None
+    rest = combine(condition.form, Linear(((index, factor),)), -1)
+    return None if index.name in rest.facts.indices else plain(combine(Linear(()), rest, -factor))
 
 
 def plain(form: Linear) -> Expr:

@@ -12,12 +12,11 @@ holds a reference to its tensor.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -40,7 +39,7 @@ class Known:
 
     element: Expr
     dims: int
-    if_square: bool = False
+    if_square: bool = field(default=False, compare=False)
 
     @property
     def words(self) -> str:
@@ -112,7 +111,7 @@ def remember(tensor: torch.Tensor, known: Known) -> None:
         shape=tensor.shape,
         strides=tensor.stride(),
         dtype=tensor.dtype,
-        known=dataclasses.replace(known, if_square=False),
+        known=known,
         watched=watched,
     )
     _entries[key] = entry

@@ -10,7 +10,7 @@ import torch
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Apply, Const, Expr, Index, Linear, Ranges, Test
 from attn_compiler.index_expr.junctions import split
-from attn_compiler.index_expr.linear_forms import plain
+from attn_compiler.index_expr.linear_forms import solved
 
 Q, K = Index("q"), Index("k")
 
@@ -76,9 +76,10 @@ def _follows(wanted: _Parts, known: _Parts, within: Ranges) -> bool:
 def _implies(a: Expr, b: Expr, within: Ranges) -> bool:
     if a == b:
         return True
-    pinned = _pinned(a)
-    if pinned is not None and ix.decide(ix.substitute(b, *pinned), within) == ix.TRUE:
-        return True
+    for index in map(Index, sorted(a.facts.indices)):
+        value = solved(a, index)
+        if value is not None and ix.decide(ix.substitute(b, index, value), within) == ix.TRUE:
+            return True
     if not isinstance(a, Test) or not isinstance(b, Test) or b.relation == "==" or a.relation == "!=":
         return False
     signs = (1, -1) if a.relation == "==" else (-1,)
@@ -86,17 +87,6 @@ def _implies(a: Expr, b: Expr, within: Ranges) -> bool:
     forms = (b.form,) if b.relation == ">=" else (b.form, ix.combine(Linear(()), b.form, -1))
     lows = [ix.bounds(ix.combine(form, a.form, sign), within)[0] for form in forms for sign in signs]
     return any(low is not None and low >= least for low in lows)
-
-
-def _pinned(a: Expr) -> tuple[Index, Expr] | None:
-    """Return an index that an equation fixes, and its value: q, k for k = q."""
-    if not isinstance(a, Test) or a.relation != "==":
-        return None
-    for term, factor in a.form.terms:
-        if isinstance(term, Index) and abs(factor) == 1:
-            rest = ix.combine(a.form, Linear(((term, factor),)), -1)
-            return term, plain(ix.combine(Linear(()), rest, -factor))
-    return None
 
 
 # ---- a mask of known sizes ----------------------------------------------------------------------------------------

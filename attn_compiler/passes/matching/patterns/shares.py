@@ -227,7 +227,7 @@ class Reading:
             shape = views.value(node).dim()
             if len(a.dims) != shape or len(b.dims) != shape or not _are_alike(a.dims, b.dims):
                 return None
-        elif name in ("mul", "div", "true_divide") and whole.power is not None:
+        elif name in ("mul", "div") and whole.power is not None:
             return self._scaled(name, whole, b if whole is a else None)
         left, right = (x if isinstance(x, QueryNumbers) else self._leaf(x, whole, node) for x in (a, b))
         if left is None or right is None or left.power != right.power or (name == "logaddexp" and left.power != 1.0):
@@ -301,7 +301,6 @@ _BINARY: dict[str, tuple[_Two | None, _Two | None]] = {
     "rsub": (lambda a, b: b / a, lambda a, b: b - a),
     "mul": (None, operator.mul),
     "div": (None, operator.truediv),
-    "true_divide": (None, operator.truediv),
     "logaddexp": (operator.add, None),
 }
 #: numbers subtracted from logarithms before exp, which must cancel later

@@ -19,6 +19,7 @@ from torch import fx
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Apply, Const, Expr, Index, Linear, Load, Ranges, Test
 from attn_compiler.index_expr.changing import throughout
+from attn_compiler.index_expr.junctions import split
 from attn_compiler.passes.graph import axes, mutation
 from attn_compiler.passes.graph.unit import Unit
 from attn_compiler.passes.recovering.reading.converting import kind_of_dtype
@@ -138,8 +139,7 @@ def known_of(x: Expr, value: torch.Tensor) -> Known | None:
     found = of_itself(x, x.facts.tensors, value)
     # The sizes of a small graph are often all symbols of their own, although a call has as many keys as queries.
     if_square = found is None
-    if found is None:
-        found = of_itself(x, x.facts.tensors, value, if_square=True)
+    found = of_itself(x, x.facts.tensors, value, if_square=True) if if_square else found
     if found is None:
         return None
     by_size = {size(axes.size_expr(s)): size_of_axis(axis) for axis, s in enumerate(value.shape)}
@@ -186,16 +186,17 @@ def _condition(
 ) -> Expr | None:
     """Replace missing tensors in a condition by an element of the tensor itself in one of the rows, or return None. element: returns the
     condition that an element stands for."""
-    parts = x.args if isinstance(x, Apply) and x.op == "and" else (x,)
-    own = known_masks.indices(value.dim())
+    if not rows:
+        return None
+    *before, query, key = known_masks.indices(value.dim())
     # A row expresses every condition that is the same for all queries: the padding keys, and their number.
+    rest = [part for part in split("and", x) if ix.mentions(part, query)]
+    if any(part.facts.tensors & foreign for part in rest):
+        return None
+    ranges = _ranges(value)
     for row, place in rows:
-        query = own[-2]
-        rest = [part for part in parts if ix.mentions(part, query)]
-        if any(part.facts.tensors & foreign for part in rest):
-            return None
-        if all(_holds_there(part, query, row, _ranges(value)) for part in rest):
-            return ix.apply("and", *rest, element((*own[:-2], place, own[-1])))
+        if all(_holds_there(part, query, row, ranges) for part in rest):
+            return ix.apply("and", *rest, element((*before, place, key)))
     return None
 
 

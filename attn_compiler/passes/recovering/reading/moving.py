@@ -30,8 +30,10 @@ def _by_indices(own: Callable[[fx.Node, fx.Node, At], At | None]) -> ReadOp:
 
     def read(reader: Reader, node: fx.Node, at: At) -> Expr | None:
         source = node.args[0]
-        found = own(node, source, at) if isinstance(source, fx.Node) else None
-        return None if found is None or not isinstance(source, fx.Node) else reader.read(source, found)
+        if not isinstance(source, fx.Node):
+            return None
+        found = own(node, source, at)
+        return None if found is None else reader.read(source, found)
 
     return read
 

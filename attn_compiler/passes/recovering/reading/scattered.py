@@ -9,7 +9,9 @@ import torch
 from torch import fx
 
 from attn_compiler import index_expr as ix
-from attn_compiler.index_expr import Apply, Const, Expr, Index, Load, Test
+from attn_compiler.index_expr import Const, Expr, Index, Load
+from attn_compiler.index_expr.junctions import split
+from attn_compiler.index_expr.linear_forms import solved
 from attn_compiler.passes.graph import axes
 from attn_compiler.passes.graph.views import argument
 from attn_compiler.passes.recovering.reading.core import At, Reader, ReadOp, broadcast, converted_of
@@ -23,15 +25,11 @@ _MOST_NUMBERS = 64
 
 def somewhere(condition: Expr, variable: Index, extent: Expr) -> Expr | None:
     """Return when a condition holds for some variable in [0, extent), if an equation in it fixes the variable; else None."""
-    parts = condition.args if isinstance(condition, Apply) and condition.op == "and" else (condition,)
+    parts = split("and", condition)
     for part in parts:
-        if not isinstance(part, Test) or part.relation != "==":
+        at = solved(part, variable)
+        if at is None:
             continue
-        factor = dict(part.form.terms).get(variable)
-        place = ix.combine(part.form, ix.linear(variable), -factor) if factor in (1, -1) else None
-        if factor is None or place is None or ix.mentions(place, variable):
-            continue
-        at = ix.mul(ix.add(place, ix.ZERO), Const(-factor))
         inside = (ix.compare(">=", at, ix.ZERO), ix.compare("<", at, extent))
         return ix.apply("and", *inside, *(ix.substitute(rest, variable, at) for rest in parts if rest is not part))
     return None
