@@ -57,7 +57,8 @@ _ENCODER = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attent
 _DECODER = (*_ENCODER, "num_key_value_heads", "head_dim")
 
 
-def _whisper(width: int, inner: int, layers: int, heads: int, frames: int, text: int) -> dict[str, Any]:
+def whisper(width: int, inner: int, layers: int, heads: int, frames: int, text: int) -> dict[str, Any]:
+    """Arguments of a small Whisper's configuration."""
     sides = {"layers": layers, "attention_heads": heads, "ffn_dim": inner}
     both = {f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in sides.items()}
     tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1, "vocab_size": 1024}
@@ -73,7 +74,7 @@ def _shape(given: dict[str, Any]) -> Shape:
         case {"encoder": numbers}:
             config = dict(zip(_ENCODER, numbers, strict=True))
         case {"whisper": numbers}:
-            config = _whisper(*numbers)
+            config = whisper(*numbers)
     return Shape(batch=given["batch"], seqlen=given["seqlen"], config=config | given.get("config", {}))
 
 

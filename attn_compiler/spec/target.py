@@ -47,6 +47,7 @@ class Target:
     ptxas: the version of the assembler for our Triton kernels with wgmma (spec/assemblers.py), "13.1"; "" if unknown, or not on Hopper.
     without_wgmma: Triton is told not to use wgmma (DISABLE_MMA_V3).
     packaged: the decision goes into an exported program, which runs without this package.
+    avx512: PyTorch's kernels use AVX-512 here; no on a GPU.
     """
 
     device: str
@@ -65,6 +66,7 @@ class Target:
     ptxas: str = ""
     without_wgmma: bool = False
     packaged: bool = False
+    avx512: bool = False
 
     @staticmethod
     def current(device: str) -> Target:
@@ -92,6 +94,7 @@ class Target:
             processors=torch_module.cuda.get_device_properties(parsed).multi_processor_count if has_gpu else 0,
             ptxas=hopper_assembler(triton).version if major == _HOPPER else "",
             without_wgmma=has_gpu and os.environ.get("DISABLE_MMA_V3", "").lower() in ("1", "on", "true"),
+            avx512=parsed.type == "cpu" and _has_avx512(),
         )
 
     @staticmethod
@@ -113,6 +116,7 @@ class Target:
         ptxas: str | None = None,
         without_wgmma: bool = False,
         packaged: bool = False,
+        avx512: bool = False,
     ) -> Target:
         """Return a made-up machine: an H200 with cuDNN 9.19.0 unless told otherwise; on "cpu", sm, cudnn and processors default to 0.
         ptxas: by default, on Hopper, that of our kernels with Triton 3.7 and a CUDA 13 driver."""
@@ -135,6 +139,7 @@ class Target:
             ptxas=("13.1" if is_hopper else "") if ptxas is None else ptxas,
             without_wgmma=without_wgmma,
             packaged=packaged,
+            avx512=avx512,
         )
 
     @property
@@ -155,6 +160,7 @@ class Target:
         notes += ["GPUs of several architectures"] * self.mixed_gpus
         notes += ["no wgmma"] * self.without_wgmma
         notes += ["for an exported program"] * self.packaged
+        notes += ["AVX-512"] * self.avx512
         return ", ".join(parts) + "".join(f"; {note}" for note in notes)
 
     def digest(self) -> str:
@@ -189,6 +195,13 @@ def _disabled_kernels() -> frozenset[str]:
         "math": cuda.math_sdp_enabled(),
     }
     return frozenset(kernel for kernel, on in enabled.items() if not on)
+
+
+@functools.cache
+def _has_avx512() -> bool:
+    import torch
+
+    return torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 @functools.cache

@@ -23,6 +23,7 @@ BENCHES = [name for name in COMMANDS if "BENCH = Bench(" in (FOLDER / f"{name}.p
 #: what a CPU measures of them in seconds, or says why not
 SMALLEST = {
     "bench_compile_cost": "--models bert --layers 1 --passes-alone --implementations sdpa --scenarios prefill",
+    "bench_cpu_lengths": "--cases avx2?attention?padding?float32?yes?1?16 --seconds 0",
     "bench_host": "--dry-run",
     "bench_linear": "--only gated --head-dim 16 --longest 1 --seconds 0",
     "bench_memory": "--cases bert/sdpa/prefill --size small --device cpu --seconds 0",

@@ -37,6 +37,7 @@ _OF_ANY = 2048
 
 TARGETS: dict[str, Target] = {
     "cpu": Target.fake(device="cpu"),
+    "cpu_avx512": Target.fake(device="cpu", avx512=True),
     "sm80": Target.fake(sm=80),
     "sm89": Target.fake(sm=89),
     "sm90": Target.fake(),

@@ -38,7 +38,7 @@ def test_asking_about_the_cpu_does_not_initialise_cuda() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
 def test_cuda_without_a_gpu_is_known_to_have_none() -> None:
-    assert Target.current("cuda:0") == dataclasses.replace(Target.current("cpu"), device="cuda")
+    assert Target.current("cuda:0") == dataclasses.replace(Target.current("cpu"), device="cuda", avx512=False)
 
 
 @pytest.mark.gpu
@@ -65,6 +65,19 @@ def test_deterministic_mode_is_seen() -> None:
         assert Target.current("cpu").deterministic
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("capability", ["avx512", "avx2"])
+def test_avx512_is_what_kernels_use(capability: str) -> None:
+    code = (
+        "import torch; from attn_compiler.spec.target import Target;"
+        "print(Target.current('cpu').avx512, torch.backends.cpu.get_cpu_capability())"
+    )
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    avx512, found = run.stdout.split()
+    assert avx512 == str(found == "AVX512")
+    assert capability == "avx512" or avx512 == "False"
 
 
 @pytest.mark.parametrize("value", ["1", "0"])
@@ -101,6 +114,7 @@ def test_digest_differs_with_every_field() -> None:
         "ptxas": "12.8",
         "without_wgmma": True,
         "packaged": True,
+        "avx512": True,
     }
     assert set(changed) == {field.name for field in dataclasses.fields(Target)}
     base = Target.fake()
@@ -113,6 +127,7 @@ def test_words() -> None:
     cpu = Target.fake(device="cpu", triton="", disabled=frozenset({"math", "flash"}), deterministic=True)
     assert cpu.words == "cpu, torch 2.13.0; flash off; math off; deterministic"
     assert Target.fake(packaged=True).words.endswith("triton 3.7.0; for an exported program")
+    assert Target.fake(device="cpu", avx512=True).words == "cpu, torch 2.13.0, triton 3.7.0; AVX-512"
     assert Target.fake(triton_interpreted=True).words.endswith("triton 3.7.0; triton interpreted")
     mixed = Target.fake(flash_attn_4="4.0.0b36", mixed_gpus=True)
     assert mixed.words.endswith("triton 3.7.0, flash-attn-4 4.0.0b36; GPUs of several architectures")

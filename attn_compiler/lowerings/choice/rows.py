@@ -62,6 +62,7 @@ class Row(EvidenceRow):
     """The order for some machines and sites. Every field that is not None has to hold.
 
     cudnn: at least this version.
+    avx512: as in Target.
     decomposed: as in AttentionSpec.
     upcast: q and k are float32, and the output is half precision.
     one_query: decode.
@@ -81,6 +82,7 @@ class Row(EvidenceRow):
     """
 
     cudnn: int = 0
+    avx512: bool | None = None
     decomposed: bool | None = None
     upcast: bool | None = None
     one_query: bool | None = None
@@ -106,6 +108,7 @@ class Row(EvidenceRow):
         return (
             self.serves(target, spec.dtype, spec.needs_grad)
             and (self.sms is None or target.cudnn >= self.cudnn)
+            and self.avx512 in (None, target.avx512)
             and self.decomposed in (None, spec.decomposed)
             and self.upcast in (None, spec.dtype == "float32" and spec.out_dtype in HALF)
             and self.one_query in (None, spec.seqlen_q == 1)

@@ -200,6 +200,30 @@ def test_order_on_the_cpu(
     assert order(dataclasses.replace(spec, decomposed=True), CPU) == of_products
 
 
+@pytest.mark.parametrize(
+    ("dtype", "training", "length", "padded", "causal"),
+    [
+        ("bfloat16", True, 128, MATH, MATH),
+        ("bfloat16", True, 129, FLASH_OR_MATH, MATH),
+        ("bfloat16", True, 257, FLASH_OR_MATH, FLASH_OR_MATH),
+        ("bfloat16", True, 512, FLASH_OR_MATH, FLASH_OR_MATH),
+        ("bfloat16", True, 513, FLASH, FLASH),
+        ("bfloat16", True, "s0", FLASH, FLASH),
+        ("float16", True, 512, MATH, MATH),
+        ("bfloat16", False, 512, FLASH_OR_MATH, FLASH_OR_MATH),
+    ],
+)
+def test_bfloat16_trains_by_flash_from_where_avx512_makes_it_faster(
+    dtype: str, training: bool, length: Dim, padded: tuple[str, ...], causal: tuple[str, ...]
+) -> None:
+    """Without AVX-512 math is faster up to 512."""
+    given: dict[str, Any] = {"dtype": dtype, "needs_grad": training, "seqlen_q": length, "seqlen_kv": length}
+    for mask, expected in ((dense(2, 1, 1, length), padded), (CAUSAL, causal)):
+        spec = make_spec(device="cpu", mask=mask, **given)
+        assert order(spec, Target.fake(device="cpu", avx512=True)) == expected
+        assert order(spec, CPU) == (MATH if expected == FLASH_OR_MATH and training else expected)
+
+
 def test_where_a_logsumexp_is_read_those_that_give_it_come_before_what_is_left() -> None:
     for target in (Target.fake(sm=100), Target.fake(sm=75), Target.fake(device="cpu"), Target.fake(sm=200)):
         usual = order(make_spec(device=target.device), target)
