@@ -42,6 +42,10 @@ _PRODUCTS = [
 LEAVING_OUT = ("rows", "hopper", "triton")
 
 
+#: positions of the smallest batch whose number of real tokens is a symbol of its own: 0 and 1 are known sizes
+_FEWEST = 3
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Before:
     """A unit as it was with its padding."""
@@ -202,13 +206,15 @@ def _inputs(unit: Unit, graph: fx.Graph, analysis: Analysis, padding: Padding) -
     """Add placeholders for the places of real tokens behind those of the model."""
     mask = padding.tensor.node.meta["val"]
     most = _most(analysis)
+    if most is not None and most < _FEWEST:
+        raise KeepsPadding(Code.PADDING_SIZES, f"a batch has at least {_FEWEST} positions", f"{most}")
     with torch_tracing.running_in(unit.mode):
         starts = torch.empty(mask.shape[0] + 1, dtype=torch.int64, device=mask.device)
     last = list(graph.find_nodes(op="placeholder"))[-1]
     made = {}
     names = [each.name for each in dataclasses.fields(Tokens)]
     # A typical number of tokens, for choices; odd, so that nothing is found to divide it.
-    expected = max(3, (most or 8192) * 5 // 8 | 1)
+    expected = max(_FEWEST, (most or 8192) * 5 // 8 | 1)
     for name, value in zip(names, fake_inputs(unit.mode, most, expected, starts), strict=True):
         with graph.inserting_after(last):
             last = graph.placeholder(f"unpadded_{name}")

@@ -173,6 +173,8 @@ def _lower(
     ) as old:
         tensors = program.build(mirror, site.match, builder, recover.compute_dtype(site.match))
         operands = _operands(mirror, site, site.spec, builder, tensors)
+        if not with_grad and _brings_gradient(mirror, site):
+            operands = gradients.detached(builder, operands)
         spec = keyless_nodes.asked_for(site.spec, site.keyless, site.decision.lowering, target)
         with builder.without_autocast():
             if spec.mask.means and site.keyless is not None:

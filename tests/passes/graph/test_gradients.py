@@ -46,6 +46,19 @@ def _check(function: Callable[..., Tensor], *shapes: tuple[int, ...], **options:
 Q, KV = (B, H, S, D), (B, HKV, S, D)
 
 
+def test_a_learned_bias_of_scores_without_a_gradient() -> None:
+    """Found by the fuzzer: PyTorch's CPU flash refuses a mask that requires a gradient, also where nobody asks for it."""
+
+    def function(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        scores = q @ k.mT + bias
+        with torch.no_grad():
+            scores = scores * 1.5
+        return scores.softmax(-1) @ v.detach() + bias.sum()
+
+    run = _check(function, Q, Q, Q, (1, 1, S, S), lowering="sdpa_cpu_flash")
+    assert run.report.num_sites == 1
+
+
 def test_weights_made_without_gradients() -> None:
     def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with torch.no_grad():

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from attn_compiler.compiling import unpadded
 from attn_compiler.passes.unpad import batches_before
@@ -186,3 +188,18 @@ def test_masks_that_are_asked_for_one(words: str) -> None:
         real = is_allowed(mask)
         torch.testing.assert_close(found[0][real], expected[0][real], atol=1e-12, rtol=1e-10)
         torch.testing.assert_close(found[1], expected[1], atol=1e-12, rtol=1e-10)
+
+
+@pytest.mark.parametrize("shape", [(0, 6), (0, 0), (2, 1), (1, 2)])
+def test_a_batch_of_hardly_any_positions_keeps_its_padding(shape: tuple[int, int]) -> None:
+    """Found by the fuzzer: the number of real tokens of an empty batch is no symbol."""
+
+    class Layer(nn.Module):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            heads = x[:, None] * 2
+            y = F.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask[:, None, None, :] != 0)
+            return (x + y[:, 0]) * mask[..., None]
+
+    x, mask = torch.randn(*shape, 4), torch.ones(shape, dtype=torch.long)
+    torch.testing.assert_close(compiled(Layer())(x, mask), Layer()(x, mask))
+    assert report().kept is not None

@@ -9,7 +9,7 @@ import sympy
 import torch
 from torch import fx
 
-from attn_compiler.passes.graph import axes, views
+from attn_compiler.passes.graph import axes, gradients, views
 from attn_compiler.passes.graph.axes import Dim, Dims
 from attn_compiler.passes.graph.calls import reached
 from attn_compiler.passes.graph.mirror import Mirror
@@ -167,3 +167,19 @@ def check(softmax: Softmax, scores: Scores, *, is_masked_later: bool, is_of_othe
     if observed is not None:
         rule = "the logsumexp that is read is that of the scores as the softmax has them"
         raise Refused(code=Code.SCORES_READ, rule=rule, observed=observed, at=softmax.node, progress=4, remedy=remedy)
+
+
+def check_maximum(mirror: Mirror, steps: list[Step]) -> None:
+    """Refuse a subtracted maximum over scores and a learned tensor that no sum takes in: its gradient is zeros, and may be asked for."""
+    for step in steps:
+        for maximum in (x for x in step.uses if x.target in score_steps.MAXIMA):
+            learned = [x for x in maximum.all_input_nodes if x not in step.uses and gradients.carries(mirror, x)]
+            if learned:
+                raise Refused(
+                    code=Code.WRITTEN_BY_HAND,
+                    rule="what a row's maximum is taken over is read by the sum, too, or wants no gradient",
+                    observed=f"{maximum.name} reads {learned[0].name}, whose gradient is zeros",
+                    at=maximum,
+                    progress=4,
+                    remedy="detach it, or leave it out of the maximum",
+                )

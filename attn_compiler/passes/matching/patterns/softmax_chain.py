@@ -134,8 +134,7 @@ def _match(
         _check_addend(mirror, each)
     weights = weights_chain.follow(mirror, start, way, scores, key, is_one=is_one)
     out_dims, v_node, v_dims, d_v = _values(mirror, start, weighted, weights, key)
-    out = weighted.node
-    is_returned = way.is_read and sunk is None
+    out, is_returned = weighted.node, way.is_read and sunk is None
     while with_sinks and (sunk is None or sunk.logits is None):
         known = sums if sunk is None else replace(sums, of_weights=ONE)
         further = sinks.behind(
@@ -152,6 +151,8 @@ def _match(
     lse = None if with_logits else denominators.read(mirror, sums, covered, out)
     if with_logits and scores.sinks is not None:
         raise AxisError("two sinks join one sum")
+    if with_sinks and not with_logits and scores.sinks is None:
+        denominators.check_maximum(mirror, steps)
     is_of_others = bool(sums.others if sunk is None else sums.others - sunk.nodes)
     if lse is not None or with_logits or is_of_others:
         is_masked_later = len(scores.keeps) > masks

@@ -86,3 +86,21 @@ def test_what_is_written_to_does_not_wait() -> None:
     (miss,) = run.report.misses
     assert "can wait for the output" in miss.reason.rule
     assert miss.reason.remedy == "take one logsumexp, and compute the output before what is made of the logsumexp"
+
+
+def test_a_learned_number_in_the_maximum_alone_gets_its_zeros() -> None:
+    """Found by the fuzzer. A softmax does not depend on it, and a caller may ask for its gradient."""
+
+    def attention(sinks: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        scores = q @ k.mT
+        e = (scores - torch.maximum(scores.amax(-1, keepdim=True), sinks)).exp()
+        return (e @ v) / e.sum(-1, keepdim=True)
+
+    sinks, (q, k, v) = torch.randn(3, 1, 1, requires_grad=True), (torch.randn(3, 5, 4) for _ in range(3))
+    run = compiled(attention, strict=True)
+    (gradient,) = torch.autograd.grad(run(sinks, q, k, v).sum(), sinks)
+    torch.testing.assert_close(gradient, torch.zeros_like(gradient), atol=1e-5, rtol=0)
+    assert run.report.num_sites == 0
+    run = compiled(attention, strict=True)
+    run(sinks.detach(), q, k, v)
+    assert run.report.num_sites == 1
