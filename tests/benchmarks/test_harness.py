@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import compare, harness, kernel_code, linking, waves
+from benchmarks import bench_embed, compare, embed_peers, harness, kernel_code, linking, waves
 from benchmarks.compare import Case
 from benchmarks.harness import BACKEND, BASELINE
 
@@ -291,3 +291,28 @@ def test_what_a_late_one_held_is_free_again() -> None:
     assert found["late with the lock"] == {"failure": "it was not compiled in time"}
     assert "pid" in found["a"]
     assert "pid" in found["b"]
+
+
+@pytest.mark.parametrize("logits", [False, True])
+def test_groups_of_sorted_rows_give_what_a_padded_batch_gives(logits: bool) -> None:
+    ids = torch.arange(1, 16).view(3, 5)
+    mask = (torch.arange(5) < torch.tensor([2, 5, 3])[:, None]).long()
+    shapes = []
+
+    def encode(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        shapes.append(tuple(ids.shape))
+        found = (ids * mask)[..., None].float().expand(-1, -1, 2)
+        return found.sum(1) if logits else found
+
+    torch.testing.assert_close(embed_peers.in_groups(encode, 2)(ids, mask), encode(ids, mask))
+    assert shapes == [(2, 5), (1, 2), (3, 5)]
+
+
+def test_cells_have_as_many_real_tokens_as_they_say() -> None:
+    for cell in bench_embed.CELLS:
+        if cell.length:
+            ids, mask = cell.given
+            assert ids.shape == mask.shape == (cell.batch, cell.length)
+            assert mask[0].all()
+            assert (mask[:, 1:] <= mask[:, :-1]).all(), "padding on the right"
+            assert abs(float(mask.float().mean()) - cell.fill / 100) < 0.005
