@@ -45,11 +45,11 @@ LINES = {
     "lowerings/hopper": 5519,
     "lowerings/linear": 2957,  # numbers that are not finite stay on their side in the kernels, too
     "lowerings/plain": 701,
-    "lowerings/rows": 589,
+    "lowerings/rows": 615,  # runs whose ends go on by one key a query, as in rows that share a prompt
     "lowerings/sdpa": 355,
     "lowerings/shared": 10237,  # documents of 64 bits; Hopper needs one class of lengths
     "lowerings/triton": 1403,
-    "options": 307,  # options that are not the default; reads sources without pathlib
+    "options": 316,  # prompts that rows share; options that are not the default; reads sources without pathlib
     "passes": 21,
     "passes/context_parallel": 3401,  # with the record of a shared graph, which stood in graph/
     "passes/graph": 6090,  # copies of caches have a remedy; constants of one number are equal; which nodes are in sites
@@ -60,10 +60,10 @@ LINES = {
     "passes/recovering": 6093,  # Transformer-XL's shift; squares over borders; computed places, alternatives, learned biases, symbols
     "passes/rewrites": 1221,  # the name of a model
     "passes/spelling": 2764,  # spells out quantised weights; checkpoints ask for themselves whether they are inlined
-    "passes/unpad": 2791,  # int8; the work that packing saves; with its run time and its outcome, from torch_private/ and graph/
+    "passes/unpad": 3289,  # prompts that rows share; int8; the work that packing saves
     "passes/writing": 2145,  # the name of a model; remedies of sites; with the state of delayed FP8 scaling, which stood in torch_private/
     "reasons": 835,  # names that begin so; a copy has a remedy, an estimate has words; a reason without a remedy has that of its page
-    "reporting": 2921,  # checks print; names of models; programs of a site with its recipe and functions of sizes; a short report
+    "reporting": 2958,  # prompts that rows share; checks print; names of models; a short report
     "spec": 2096,  # whether kernels use AVX-512
     # Says what is compiled for another process; the kernels folder is set for graphs with CUDA; a switch of Dynamo is set for each call.
     "torch_private": 3413,  # other names of ops; opens tensors that wrap others; names the model of a graph; ranges in profiles
@@ -89,15 +89,15 @@ TEST_LINES = {
     "integrations": 1237,  # small models are packed in tests
     "lowerings": 35872,  # tables of schedules and of intervals that begin alike
     "near_miss": 6846,
-    "options": 321,  # names that begin so
+    "options": 322,  # prompts that rows share; names that begin so
     # The spellings of sinks are a table of their own.
-    "passes": 34286,  # int8 without padding, whatever it gains; symbolic head dims; masks read in full; with tests from torch_private/
+    "passes": 34577,  # prompts that rows share; int8 without padding, whatever it gains; symbolic head dims; masks read in full
     "reasons": 431,  # each remedy is held to one short sentence
-    "reporting": 2663,  # names of models; programs of sites, with FP8 and symbolic sizes; the short report; each reason has a remedy
+    "reporting": 2664,  # prompts that rows share; names of models; the short report; each reason has a remedy
     "spec": 1461,
     "torch_private": 2398,  # ranges in profiles; a CUDA in use is planted; the folder of kernels is asked for here, no longer in lowerings
     "verifying": 3123,
-    "website": 712,  # pages leave Inductor as it was; a page of sharing; ratios; variables; made tables are held row by row
+    "website": 713,  # pages leave Inductor as it was; a page of sharing; ratios; variables; made tables are held row by row
 }
 
 

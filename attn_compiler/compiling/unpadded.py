@@ -12,7 +12,7 @@ from torch import fx
 
 from attn_compiler.compiling.attempts import StepFailed, step
 from attn_compiler.compiling.inner import Inner
-from attn_compiler.passes.unpad import facts, outcome
+from attn_compiler.passes.unpad import facts, outcome, sharing
 from attn_compiler.passes.unpad.outcome import Packed
 from attn_compiler.passes.unpad.unpadding import PackedCode, Unpadded
 from attn_compiler.torch_private import packed as torch_packed
@@ -97,7 +97,7 @@ def _before(packed: Packed, inner: Inner) -> tuple[Callable[..., Any], tuple[int
 
     On a GPU it is compiled: launches take the host longer than the kernel runs.
     """
-    module, read = facts.with_places(packed.before)
+    module, read = facts.with_places(packed.before, packed.windows, needs_keys=sharing.FACTS[1] in packed.facts)
     asked: Callable[..., Any] = module
     inputs = [packed.fakes[i] for i in read]
     if inner.options.inner == "inductor" and _is_launched(inputs):

@@ -107,11 +107,11 @@ def _checked(program: object, options: Mapping[str, Any] | Options | None) -> Op
             observed="verify=True",
             remedy="Compare the outputs of rewritten.module() with those of program.module().",
         )
-    if own.unpad:
+    if own.packs:
         raise ExportUnsupported(
-            rule="options={'unpad': True} looks at each batch before compiled code runs, which an exported program has none of",
-            observed="unpad=True",
-            remedy="Compile the model with torch.compile(model, backend='attn_compiler', options={'unpad': True}).",
+            rule="'unpad' and 'share_prefix' look at each batch before compiled code runs, which an exported program has none of",
+            observed="unpad=True" if own.unpad else "share_prefix=True",
+            remedy="Compile the model with torch.compile(model, backend='attn_compiler') and the option.",
         )
     if own.keeps_attention:
         raise ExportUnsupported(

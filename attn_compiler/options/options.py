@@ -45,6 +45,7 @@ class Options:
     inner: the compiler of the rewritten graph. "aot_eager" and "eager" are for debugging and ignore Inductor's options.
     fp8_recipe: run attention in FP8 where the recipe applies and a kernel can (fp8_recipe.py). Without it no attention runs in FP8.
     unpad: leave padding out. Only real tokens are computed, and the graph's outputs are 0 at padding (docs/unpad.md).
+    share_prefix: compute a prompt that rows of a batch share once (docs/shared_prompts.md). Outputs and gradients are the model's.
     context_parallel: each rank has a part of every sequence. Attention is that of the whole (docs/context_parallel.md).
     checkpoint: attention under gradient checkpointing. "recompute" computes it again in the backward, as everything else.
         "keep_attention" keeps its output and its logsumexp, so that its forward runs once a step (docs/checkpoints.md). Not beside
@@ -65,6 +66,7 @@ class Options:
     inner: str = "inductor"
     fp8_recipe: Fp8Recipe | None = None
     unpad: bool = False
+    share_prefix: bool = False
     context_parallel: ContextParallel | None = None
     checkpoint: str = "recompute"
     cache_rewrites: bool = field(default=True, metadata={"changes_code": False})
@@ -80,6 +82,7 @@ class Options:
         _require(self.inner in INNER_COMPILERS, "inner", f"one of {', '.join(map(repr, INNER_COMPILERS))}", self.inner)
         _require(isinstance(self.fp8_recipe, Fp8Recipe | None), "fp8_recipe", "a Fp8Recipe or None", self.fp8_recipe)
         _require(isinstance(self.unpad, bool), "unpad", "True or False", self.unpad)
+        _require(isinstance(self.share_prefix, bool), "share_prefix", "True or False", self.share_prefix)
         _require(
             isinstance(self.context_parallel, ContextParallel | None),
             "context_parallel",
@@ -92,7 +95,8 @@ class Options:
         if self.is_context_parallel:
             # An untouched attention would attend to a part of the sequence only.
             object.__setattr__(self, "strict", True)
-            _require(not self.unpad, "unpad", "False beside context_parallel", self.unpad)
+            for name in ("unpad", "share_prefix"):
+                _require(not getattr(self, name), name, "False beside context_parallel", getattr(self, name))
             _require(not self.keeps_attention, "checkpoint", "'recompute' beside context_parallel", self.checkpoint)
         _require(isinstance(self.cache_rewrites, bool), "cache_rewrites", "True or False", self.cache_rewrites)
         _require(isinstance(self.time_kernels, bool), "time_kernels", "True or False", self.time_kernels)
@@ -114,9 +118,14 @@ class Options:
         return self.context_parallel is not None and self.context_parallel.size > 1
 
     @property
+    def packs(self) -> bool:
+        """True if tokens that need not be computed are to be taken out of each batch."""
+        return self.unpad or self.share_prefix
+
+    @property
     def follows_positions(self) -> bool:
         """True if positions of a sequence are followed through the whole graph, from op to op."""
-        return self.unpad or self.is_context_parallel
+        return self.packs or self.is_context_parallel
 
     @property
     def keeps_attention(self) -> bool:

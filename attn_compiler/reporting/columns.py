@@ -132,6 +132,7 @@ MISS: tuple[Column[MissReport], ...] = (
 )
 UNPAD: tuple[Column[UnpadReport], ...] = (
     Column(key="kept"),
+    Column(key="shares"),
     Column(key="module"),
     Column(key="source"),
     Column(key="zeroed", title="0 at padding", words=lambda x: ", ".join(x.zeroed)),
@@ -140,9 +141,11 @@ UNPAD: tuple[Column[UnpadReport], ...] = (
     Column(
         key="last",
         title="Real tokens of the last batches",
-        words=lambda x: ", ".join(f"{step.fill:.0%}" for step in x.last),
+        words=lambda x: "" if x.shares else ", ".join(f"{step.fill:.0%}" for step in x.last),
     ),
-    Column(title="Padding was computed", read=lambda x: _computed(x)),
+    Column(title="Tokens computed of the last batches", words=lambda x: _shared(x)),
+    Column(title="Padding was computed", words=lambda x: () if x.shares else _computed(x)),
+    Column(title="Each row was computed", words=lambda x: _computed(x) if x.shares else ()),
 )
 GRAPH: tuple[Column[GraphReport], ...] = (
     *(Column(key=key) for key in ("graph", "model", "target", "num_sites", "num_misses", "sites", "misses")),
@@ -233,6 +236,14 @@ def size(number: int | None) -> str:
 def _computed(unpad: UnpadReport) -> tuple[str, ...]:
     failed = Counter(reason for step in unpad.last for reason in step.failed)
     return tuple(f"{wording.counted(number, 'time')}, since not: {why}" for why, number in failed.items())
+
+
+def _shared(unpad: UnpadReport) -> str:
+    """Say how many tokens of the last batches were computed, or could have been."""
+    if not unpad.shares:
+        return ""
+    of = (wording.counted(step.groups or 0, "prompt") for step in unpad.last)
+    return ", ".join(f"{step.number} of {step.positions} ({words})" for step, words in zip(unpad.last, of, strict=True))
 
 
 def operands(spec: AttentionSpec) -> list[tuple[list[str], TensorSpec]]:

@@ -21,11 +21,22 @@ LITTLE_SAVED = "leaving padding out saves more than it takes"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnpaddedStep:
-    """One call. fill: the share of tokens that are real, `number` of them. failed: the facts that did not hold, so it ran padded."""
+    """One call.
+
+    fill: the share of tokens that are computed, `number` of them: real ones, and a shared one once.
+    groups: the number of different rows at the first position; None where rows share nothing.
+    failed: the facts that did not hold, so it ran padded.
+    """
 
     fill: float
     number: int = 0
+    groups: int | None = None
     failed: tuple[str, ...] = ()
+
+    @property
+    def positions(self) -> int:
+        """The number of positions of the batch."""
+        return round(self.number / self.fill) if self.fill else 0
 
     @property
     def is_better_padded(self) -> bool:
@@ -122,9 +133,10 @@ class LinearReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnpadReport:
-    """Unpadding of a graph (`options={"unpad": True}`).
+    """Packing of a graph's tokens (`options={"unpad": True}`, or `share_prefix`).
 
-    kept: why padding is computed as in the model; None: it is left out.
+    kept: why padding is computed as in the model, or shared prompts are for each row; None: they are not.
+    shares: what rows share is computed once (`options={"share_prefix": True}`).
     module, source: of the op that is to blame, if there is one.
     zeroed: outputs that are 0 at padding.
     facts: conditions of each call; else the model's own graph runs.
@@ -133,6 +145,7 @@ class UnpadReport:
     """
 
     kept: Reason | None = None
+    shares: bool = False
     module: str | None = None
     source: str | None = None
     zeroed: tuple[str, ...] = ()
@@ -144,6 +157,17 @@ class UnpadReport:
     def last(self) -> tuple[UnpaddedStep, ...]:
         """The last calls, up to now: the real share of each batch, and the failed conditions if padding was computed."""
         return () if self.steps is None else tuple(self.steps.last)
+
+    @property
+    def title(self) -> str:
+        """The subject, for people."""
+        return "shared prompts" if self.shares else "padding"
+
+    @property
+    def result(self) -> str:
+        if self.kept is not None:
+            return "computed for each row" if self.shares else "computed"
+        return "computed once" if self.shares else "left out"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -147,10 +147,10 @@ def _unpad_block(unpad: UnpadReport) -> RenderableType:
         place = f" at {unpad.module}" if unpad.module else ""
         line = f" ({unpad.source})" if unpad.source else ""
         why = f"{unpad.kept.rule}{place}{line}: {unpad.kept.observed}; {unpad.kept.advice} ({unpad.kept.code})"
-        return _text(f"padding: computed, since not: {why}")
+        return _text(f"{unpad.title}: {unpad.result}, since not: {why}")
     titled = [(column.title, line) for column in UNPAD if column.title for line in column.lines(unpad)]
     lines = [f"  {title[0].lower()}{title[1:]}: {line}" for title, line in titled]
-    return Group(*map(_text, ["padding: left out", *lines]))
+    return Group(*map(_text, [f"{unpad.title}: {unpad.result}", *lines]))
 
 
 def abbreviate(modules: Iterable[str]) -> list[str]:

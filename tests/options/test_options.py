@@ -200,6 +200,7 @@ def test_digest_differs_with_every_option_that_changes_code(cp: ContextParallel)
         {"inner": "eager"},
         {"fp8_recipe": Fp8Recipe()},
         {"unpad": True},
+        {"share_prefix": True},
         {"time_kernels": True},
         {"checkpoint": "keep_attention"},
         {"context_parallel": cp},

@@ -143,9 +143,10 @@ GRAPH: dict[str, Any] = json.loads("""{
  "seconds": [{"pass": "mirror", "seconds": 0.25}, {"pass": "match", "seconds": 0.0042}],
  "kernels": [{"kernel": "attention_forward", "seconds": 1.5}],
  "failure": null, "faults": [], "from_cache": false, "not_kept": null, "untried": [], "dumped": null, "compiled_in": null,
- "unpad": {"kept": null, "module": null, "source": null, "zeroed": ["last_hidden_state", "pooled"], "facts": ["rows begin with a token"],
-           "notes": ["a note"],
-           "last": [{"fill": 0.5, "number": 32, "failed": []}, {"fill": 0.25, "number": 16, "failed": ["the first key is real"]}]}
+ "unpad": {"kept": null, "shares": false, "module": null, "source": null, "zeroed": ["last_hidden_state", "pooled"],
+           "facts": ["rows begin with a token"], "notes": ["a note"],
+           "last": [{"fill": 0.5, "number": 32, "groups": null, "failed": []},
+                    {"fill": 0.25, "number": 16, "groups": null, "failed": ["the first key is real"]}]}
 }""")
 
 #: the page's facts that the table has not, or not in these words

@@ -47,6 +47,7 @@ HELD = (
     "docs/recipes.md",
     "docs/reference/api.md",
     "docs/reference/options.md",
+    "docs/shared_prompts.md",
     "docs/sharing.md",
     "docs/start.md",
     "docs/supported.md",

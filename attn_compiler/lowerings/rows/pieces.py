@@ -148,12 +148,13 @@ def _follows(last: Piece, piece: Piece) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Run:
-    """Queries q .. end that may see the keys from `low` up to `high`, less those that other conditions leave out."""
+    """Queries q .. end that may see the keys from `low` up to `high`, less those that other conditions leave out. band: of this run."""
 
     q: int
     end: int
     low: int
     high: int
+    band: Band | None = None
 
 
 @dataclass(kw_only=True)
@@ -167,7 +168,7 @@ class _Call:
     num_k: int
 
     def __post_init__(self) -> None:
-        self._masks: dict[tuple[int, int, int], torch.Tensor] = {}
+        self._masks: dict[tuple[int, int, int | None, int | None], torch.Tensor] = {}
 
     def same_as(self, batch: int) -> int:
         """Return a batch row with the same masks: 0 where nothing differs by batch row."""
@@ -203,54 +204,58 @@ class _Call:
         is_cut_up = len(starts) > max(2, self.num_q * _MOST_RUNS)
         # Documents never share a call, whatever the order of their queries: a NaN of one document must not reach another.
         if is_cut_up and self.documents_q is None and found and not _are_apart(found):
+            steps = _steps(low, high) if self.band is None else None
+            if steps is not None:
+                return has_gaps, steps
             return True, [_Run(q=0, end=self.num_q, low=int(low.min()), high=int(high.max()))]
         return has_gaps, found
 
     def _pieces(self, batch: int, run: _Run, has_gaps: bool) -> Iterator[Piece]:
-        if self.band is None:
-            yield self._piece(batch, run.q, run.end, run.low, run.high, has_gaps=has_gaps)
+        band = run.band or self.band
+        if band is None:
+            yield self._piece(batch, run, run.q, run.end, run.low, run.high, has_gaps=has_gaps)
             return
-        shift = self.num_k - self.num_q if self.band.from_end else 0
-        if not has_gaps and self.band.left is None and self.band.right == 0 and run.low == run.q + shift:
-            high = min(run.high, run.end + shift)
+        shift = self.num_k - self.num_q if band.from_end else 0
+        ahead = None if band.right is None else shift + band.right
+        if not has_gaps and band.left is None and ahead is not None and run.low == run.q + ahead:
+            high = min(run.high, run.end + ahead)
             yield Piece(
                 first=batch, end=batch + 1, q=run.q, k=run.low, num_q=run.end - run.q, num_k=high - run.low, causal=True
             )
             return
         for q in range(run.q, run.end, _BLOCK):
             end = min(q + _BLOCK, run.end)
-            low = run.low if self.band.left is None else max(run.low, q + shift - self.band.left)
-            high = run.high if self.band.right is None else min(run.high, end + shift + self.band.right)
+            low = run.low if band.left is None else max(run.low, q + shift - band.left)
+            high = run.high if ahead is None else min(run.high, end + ahead)
             if low < high:
-                yield self._piece(batch, q, end, low, high, has_gaps=has_gaps)
+                yield self._piece(batch, run, q, end, low, high, has_gaps=has_gaps)
 
     # ---- masks ---------------------------------------------------------------------------------------------------------
 
-    def _piece(self, batch: int, q: int, end: int, low: int, high: int, *, has_gaps: bool) -> Piece:
+    def _piece(self, batch: int, run: _Run, q: int, end: int, low: int, high: int, *, has_gaps: bool) -> Piece:
         mask = self._gaps(batch, q, end, low, high) if has_gaps else None
-        band = self._band(q, end, low, high)
-        mask = band if mask is None else mask if band is None else mask & band
+        within = self._within(run.band or self.band, q, end, low, high)
+        mask = within if mask is None else mask if within is None else mask & within
         return Piece(first=batch, end=batch + 1, q=q, k=low, num_q=end - q, num_k=high - low, mask=mask)
 
-    def _band(self, q: int, end: int, low: int, high: int) -> torch.Tensor | None:
+    def _within(self, band: Band | None, q: int, end: int, low: int, high: int) -> torch.Tensor | None:
         """Return a bool mask where the band leaves out any pair. Pieces at the same place relative to the band share one tensor."""
-        if self.band is None:
+        if band is None:
             return None
-        shift = (self.num_k - self.num_q if self.band.from_end else 0) + q - low
-        left, right = self.band.left, self.band.right
-        is_cut = (right is not None and high - low - 1 > shift + right) or (
-            left is not None and shift + end - q - 1 - left > 0
-        )
-        if not is_cut:
+        shift = (self.num_k - self.num_q if band.from_end else 0) + q - low
+        # Of the first query, counted from the first key.
+        first = None if band.left is None else shift - band.left
+        last = None if band.right is None else shift + band.right
+        if (last is None or high - low - 1 <= last) and (first is None or first + end - q - 1 <= 0):
             return None
-        key = (end - q, high - low, shift)
+        key = (end - q, high - low, first, last)
         if key not in self._masks:
-            ahead = torch.arange(high - low) - (torch.arange(end - q)[:, None] + shift)
+            ahead = torch.arange(high - low) - torch.arange(end - q)[:, None]
             allowed = torch.ones_like(ahead, dtype=torch.bool)
-            if right is not None:
-                allowed &= ahead <= right
-            if left is not None:
-                allowed &= ahead >= -left
+            if last is not None:
+                allowed &= ahead <= last
+            if first is not None:
+                allowed &= ahead >= first
             self._masks[key] = allowed
         return self._masks[key]
 
@@ -284,6 +289,27 @@ def _starts(low: torch.Tensor, high: torch.Tensor) -> list[int]:
         return []
     changes = (low[1:] != low[:-1]) | (high[1:] != high[:-1])
     return [0, *(changes.nonzero().flatten() + 1).tolist()]
+
+
+def _steps(low: torch.Tensor, high: torch.Tensor) -> list[_Run] | None:
+    """Return runs in which both ends stay, or go on by one key a query, as in causal rows; None if there are too many."""
+    by = torch.stack((low, high)).diff()
+    steps = torch.where(((by == 0) | (by == 1)).all(0), by[0] * 2 + by[1], -1)
+    changes = [*((steps[1:] != steps[:-1]).nonzero().flatten() + 1).tolist(), low.numel() - 1]
+    if len(changes) + int((steps < 0).sum()) > max(4, low.numel() * _MOST_RUNS):
+        return None
+    lows, highs, kinds = low.tolist(), high.tolist(), steps.tolist()
+    found, q, at = [], 0, 0
+    while q < len(lows):
+        while at < len(changes) - 1 and changes[at] <= q:
+            at += 1
+        kind = kinds[q] if q < len(kinds) else -1
+        end = changes[at] + 1 if kind >= 0 else q + 1
+        band = Band(left=q - lows[q] if kind & 2 else None, right=highs[q] - q - 1 if kind & 1 else None)
+        run = _Run(q=q, end=end, low=lows[q], high=highs[end - 1], band=band if kind > 0 else None)
+        found += [run] if run.low < run.high else []
+        q = end
+    return found
 
 
 def _extent(keys: torch.Tensor) -> tuple[int, int, bool]:

@@ -157,8 +157,8 @@ def begin(gm: fx.GraphModule, options: Options, border: Border, store: Store) ->
     """Make the key of a graph, before anything of it is rewritten."""
     memory = Remembered(gm=gm, border=border, store=store, options=options)
     with _unkeyed(memory):
-        if options.unpad:
-            raise Unkeyed("padding is taken out (unpad), by a graph that is more than edits of the model's")
+        if options.packs:
+            raise Unkeyed("tokens are packed (unpad, share_prefix), by a graph that is more than edits of the model's")
         if options.is_context_parallel:
             raise Unkeyed("attention is rewritten for a sequence that ranks share (context_parallel)")
         memory.keyed = key.make_key(gm, options, border_records.input_knowledge(gm, border))

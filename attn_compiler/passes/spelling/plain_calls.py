@@ -23,7 +23,7 @@ def expanded(unit: Unit, spelling: Spelling) -> Spelling:
     With `unpad`, also linear layers that hide how they quantise.
     """
     names = expand.expand_calls(unit.graph_module, _trying(unit))
-    if unit.options.unpad:
+    if unit.options.packs:
         names += quantised.spell_quantised(unit.graph_module, _trying(unit))
     return replace(spelling, expanded=tuple(names))
 

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from attn_compiler.passes.graph.mirror import Mirror
+from attn_compiler.passes.unpad.agreeing import shared_batch
 from attn_compiler.passes.unpad.exits import AskedTokens, RuntimeFact
 from attn_compiler.passes.unpad.forms import KeepsPadding
 from attn_compiler.passes.unpad.masks import Padding
@@ -28,16 +29,23 @@ def graph(
     padding: Padding,
     facts: Sequence[RuntimeFact],
     counted: Sequence[RuntimeFact] = (),
+    compared: Sequence[tuple[fx.Node, int, int | None]] | None = None,
 ) -> fx.GraphModule:
-    """Make a graph that takes the inputs of the model's graph, and returns three values.
+    """Make a graph that takes the inputs of the model's graph, and returns these values.
 
     bool (B, S): which tokens are packed.
     A tuple, for each fact: bool (), whether it holds.
     bool (B, S): which tokens are real; None in graphs that pack no padding.
-    counted: facts that hold because the positions that count for them are packed.
+    A tuple of (B, S | 1, ...): what tells rows apart; None where rows share nothing.
+    counted: facts that hold because the positions that count for them are packed. compared: what tells rows apart, with axes of rows and
+    positions.
     Raises KeepsPadding where that takes more than a few of the model's nodes.
     """
-    asked = [padding.tensor.node, *(x for fact in (*facts, *counted) for x in fact.needs)]
+    asked = [
+        padding.tensor.node,
+        *(x for fact in (*facts, *counted) for x in fact.needs),
+        *(x for x, *_ in compared or ()),
+    ]
     _check_unwritten(mirror, asked)
     roots = [_dynamo(mirror, node) for node in asked]
     wanted = _above(mirror, roots)
@@ -50,7 +58,10 @@ def graph(
     relation, number = (torch.eq, 0) if padding.negated else (torch.ne, 0)
     if padding.negated and padding.is_asked:
         relation, number = torch.ne, 1
-    real = new.call_function(relation, (copies[roots[0]], number))
+    if padding.is_absent:
+        real = new.call_function(torch.ones_like, (copies[roots[0]],), {"dtype": torch.bool})
+    else:
+        real = new.call_function(relation, (copies[roots[0]], number))
 
     def given(fact: RuntimeFact) -> list[fx.Node]:
         return [copies[_dynamo(mirror, x)] for x in fact.needs]
@@ -61,25 +72,49 @@ def graph(
             packed = new.call_function(torch.logical_or, (packed, fact.counts(new, given(fact), real)))
     tokens = AskedTokens(real=real, packed=packed)
     holds = tuple(fact.holds(new, given(fact), tokens) for fact in facts)
-    new.output((packed, holds, real if counted else None))
+    if compared is None:
+        new.output((packed, holds, real if counted else None, None))
+    else:
+        told = tuple(_by_token(new, copies[_dynamo(mirror, x)], real, i, j) for x, i, j in compared)
+        new.output((new.call_function(torch.ones_like, (real,)), holds, real, told))
     return fx.GraphModule(module, new)
 
 
-def with_places(asked: fx.GraphModule) -> tuple[fx.GraphModule, tuple[int, ...]]:
+def _by_token(graph: fx.Graph, x: fx.Node, real: fx.Node, rows: int, positions: int | None) -> fx.Node:
+    """Make (B, S | 1, ...) of a value with these axes; both may be one."""
+    if rows == positions:
+        x = graph.call_method("movedim", (x, rows, 0))
+        return graph.call_method("unflatten", (x, 0, graph.call_function(getattr, (real, "shape"))))
+    if positions is None:
+        return graph.call_method("unsqueeze", (graph.call_method("movedim", (x, rows, 0)), 1))
+    return graph.call_method("movedim", (x, (rows, positions), (0, 1)))
+
+
+def with_places(
+    asked: fx.GraphModule, windows: Sequence[int | None] = (), *, needs_keys: bool = False
+) -> tuple[fx.GraphModule, tuple[int, ...]]:
     """Make a module that tells what `graph` tells, and where tokens are, as the host wants it.
 
     Returns the module and the indices of its inputs, all of which it reads, among those of the model's graph. The module returns int64,
-    the number of packed tokens and then 1 for each fact that holds; then the tensors of `Batch`.
+    the number of packed tokens and then 1 for each fact that holds; then the tensors of `Batch`. windows: of attentions in which rows share
+    tokens. They add `sharing.FACTS`, the second if keys are needed, and then the number of groups.
     """
     new = torch_compat.copied_graph(asked.graph)
     output: Any = new.output_node()
-    packed, holds, real = output.args[0]
+    packed, holds, real, compared = output.args[0]
+    size = len(fields(Batch)) if windows else len(fields(Batch)) - 2
     with new.inserting_before(output):
-        found = new.call_function(_places_of, (packed, real))
-        *places, starts = [new.call_function(operator.getitem, (found, i)) for i in range(len(fields(Batch)))]
+        if windows:
+            found = new.call_function(_shared_places_of, (real, compared, tuple(windows)))
+            of_batch = [0, 1, 2] if needs_keys else [0, 2]
+            holds = (*holds, *(new.call_function(operator.getitem, (found, size + i)) for i in of_batch))
+        else:
+            found = new.call_function(_places_of, (packed, real))
+        places = [new.call_function(operator.getitem, (found, i)) for i in range(size)]
+        starts = places[[field.name for field in fields(Batch)].index("starts")]
         number = new.call_function(torch.select, (starts, 0, -1))
         told = new.call_function(torch.stack, ([number, *(new.call_method("to", (x, torch.int64)) for x in holds)],))
-    output.args = ((told, *places, starts),)
+    output.args = ((told, *places),)
     read = []
     for i, node in enumerate(list(new.find_nodes(op="placeholder"))):
         if node.users:
@@ -91,6 +126,13 @@ def with_places(asked: fx.GraphModule) -> tuple[fx.GraphModule, tuple[int, ...]]
 
 def _places_of(packed: torch.Tensor, real: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
     return Batch.from_mask(packed, real).inputs
+
+
+def _shared_places_of(
+    real: torch.Tensor, compared: Sequence[torch.Tensor], windows: Sequence[int | None]
+) -> tuple[torch.Tensor, ...]:
+    batch, *told = shared_batch(real, compared, windows)
+    return *batch.inputs, *told
 
 
 def _dynamo(mirror: Mirror, node: fx.Node) -> fx.Node:

@@ -41,7 +41,7 @@ def judge(unit: Unit, trial: PackedTrial, failed: Exception | None) -> Onward | 
     told = unit.log.faults[-1:] if attempt.reason is not None else []
     trial.before.put_back(unit)
     unit.log.faults.extend(told)
-    unit.outcome = KeptGraph(reason=reason)
+    unit.outcome = KeptGraph(reason=reason, shares=bool(trial.packed.windows))
     return Onward(step="select")
 
 

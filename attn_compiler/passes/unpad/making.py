@@ -16,8 +16,9 @@ from torch._subclasses import FakeTensorMode
 from attn_compiler.passes.graph import axes, regions
 from attn_compiler.passes.graph.axes import Dims
 from attn_compiler.passes.graph.mirror import Mirror
+from attn_compiler.passes.unpad import indexing
 from attn_compiler.passes.unpad.analysis import Analysis
-from attn_compiler.passes.unpad.forms import FormRecipe, Indexed, KeepsPadding, Kind, Need, call, places, require_alone
+from attn_compiler.passes.unpad.forms import FormRecipe, Indexed, KeepsPadding, Kind, Need, call
 from attn_compiler.passes.unpad.masks import PackedPairs, PositionBand
 from attn_compiler.passes.unpad.scores import PackedScores
 from attn_compiler.reasons.codes import Code
@@ -37,6 +38,12 @@ class Tokens:
     begins: fx.Node
     ends: fx.Node
     starts: fx.Node
+    keys: fx.Node | None = None
+    places: fx.Node | None = None
+
+    @property
+    def inputs(self) -> list[fx.Node]:
+        return [node for node in vars(self).values() if node is not None]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -88,9 +95,9 @@ class Maker:
         if value.lost is not None:
             raise value.lost
         if isinstance(need.form, Indexed):
-            return _indexed(need.node, need.form)
+            return indexing.indexed(need.node, need.form)
         if need.form == "unpacked":
-            return _unpacked(self.analysis, need.node)
+            return indexing.unpacked(self.analysis, need.node)
         if need.form == "packed":
             if value.packed is None:
                 raise _out_of_reach("what is packed has rows and positions", need.node)
@@ -273,6 +280,27 @@ class Maker:
             self._shared[key] = self._scored(allowed, scores, tensors, q)
         return self._shared[key]
 
+    def shared_mask(self, window: int) -> fx.Node:
+        """Return which keys of the batch each token sees: bool (1, 1, T, B · S)."""
+
+        def make() -> fx.Node:
+            begins = self.call(aten.select.int, self.given.begins, 0, window)
+            keys = self.call(aten.unsqueeze.default, self._all_places(), 0)
+            after = self.call(torch.ge, keys, self._of_queries(begins))
+            before = self.call(torch.lt, keys, self._of_queries(self.given.ends))
+            mask = self.call(torch.logical_and, after, before)
+            return self.call(aten.unsqueeze.default, self.call(aten.unsqueeze.default, mask, 0), 0)
+
+        return self.once(("shared", window), make)
+
+    def _all_places(self) -> fx.Node:
+        """Return int64 (B · S,): the places of keys."""
+        device = self.value(self.given.tokens).device
+        batch, length = self.whole_size(0), self.whole_size(1)
+        total = batch * length if isinstance(batch, int) and isinstance(length, int) else None
+        number = self.call(operator.mul, batch, length) if total is None else total
+        return self.call(torch.arange, number, device=device)
+
     def _scored(self, allowed: fx.Node, scores: PackedScores, tensors: Mapping[str, fx.Node], q: fx.Node) -> fx.Node:
         queries, keys = self._of_queries(self._places()), self._keys()
         added = scores.emit(self, tensors, like=q, queries=queries, keys=keys)
@@ -319,69 +347,3 @@ def _wants_gradient(own: fx.Node | None) -> bool:
     value = None if own is None else own.meta.get("example_value")
     values = value if isinstance(value, (tuple, list)) else [value]
     return any(isinstance(x, torch.Tensor) and x.requires_grad for x in values)
-
-
-def _indexed(node: fx.Node, form: Indexed) -> FormRecipe:
-    """Return the recipe of a plain value's elements at the real tokens."""
-
-    def make(maker: Maker, given: tuple[fx.Node, ...]) -> fx.Node:
-        x = given[0]
-        for _ in range(form.rank - x.meta["example_value"].dim()):
-            x = maker.call(aten.unsqueeze.default, x, 0)
-        i, j = form.batch, form.seq
-        shape = x.meta["example_value"].shape
-        if i == j:
-            return x if _is_one(shape[i]) else maker.call(aten.index_select.default, x, i, maker.given.tokens)
-        if _is_one(shape[i]):
-            return x if _is_one(shape[j]) else maker.call(aten.index_select.default, x, j, maker.given.positions)
-        if _is_one(shape[j]):
-            # Tokens move to the axis j, which has size one.
-            return maker.call(aten.transpose.int, maker.call(aten.index_select.default, x, i, maker.given.rows), i, j)
-        return _flat(maker, x, i, j)
-
-    return FormRecipe(needs=(Need(node, "plain"),), make=make)
-
-
-def _is_one(size: int | torch.SymInt) -> bool:
-    return isinstance(size, int) and size == 1
-
-
-def _flat(maker: Maker, x: fx.Node, i: int, j: int) -> fx.Node:
-    """Turn (rows, positions) at i and j into (1, tokens)."""
-    if (i, j) != (0, 1):
-        x = maker.call(aten.movedim.intlist, x, [i, j], [0, 1])
-    x = maker.call(aten.flatten.using_ints, x, 0, 1)
-    x = maker.call(aten.index_select.default, x, 0, maker.given.tokens)
-    x = maker.call(aten.unsqueeze.default, x, 0)
-    return x if (i, j) == (0, 1) else maker.call(aten.movedim.intlist, x, [0, 1], [i, j])
-
-
-def _unpacked(analysis: Analysis, node: fx.Node) -> FormRecipe:
-    """Return the recipe of the model's own shape, with 0 at padding."""
-    dims = analysis.value(node).dims
-    (i,), (j,) = places(dims, analysis.batch), places(dims, analysis.seq)
-    require_alone(analysis, node, dims, (i, j))
-
-    def make(maker: Maker, given: tuple[fx.Node, ...]) -> fx.Node:
-        x = given[0]
-        if i == j:
-            rows = x if i == 0 else maker.call(aten.movedim.int, x, i, 0)
-        else:
-            rows = x if (i, j) == (0, 1) else maker.call(aten.movedim.intlist, x, [i, j], [0, 1])
-            rows = maker.call(aten.squeeze.dim, rows, 0)
-        batch, length = maker.whole_size(0), maker.whole_size(1)
-        total = batch * length if isinstance(batch, int) and isinstance(length, int) else None
-        flat = total if total is not None else maker.call(operator.mul, batch, length)
-        others = list(rows.meta["example_value"].shape[1:])
-        is_filling = maker.call(torch.logical_not, maker.is_token())
-        for axis in range(len(others)):
-            is_filling = maker.call(aten.unsqueeze.default, is_filling, axis + 1)
-        rows = maker.call(torch.masked_fill, rows, is_filling, 0)
-        zeros = maker.call(aten.new_zeros.default, rows, [flat, *others])
-        whole = maker.call(aten.index_put.default, zeros, [maker.given.tokens], rows)
-        if i == j:
-            return whole if i == 0 else maker.call(aten.movedim.int, whole, 0, i)
-        whole = maker.call(aten.view.default, whole, [batch, length, *others])
-        return whole if (i, j) == (0, 1) else maker.call(aten.movedim.intlist, whole, [0, 1], [i, j])
-
-    return FormRecipe(needs=(Need(node, "packed"),), make=make)

@@ -27,11 +27,13 @@ class Padding:
     """The mask of padding. tensor: (B, S). negated: it is 0 where a token is real.
 
     is_asked: attentions leave out that padding only if the mask is 0 or 1 everywhere, which only the data tells (`mask == 1`).
+    is_absent: there is no padding. `tensor` is any of (B, S).
     """
 
     tensor: Version
     negated: bool
     is_asked: bool = False
+    is_absent: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,8 +67,8 @@ class PackedPairs:
         return self.band.counts_positions or (self.scores is not None and self.scores.counts_positions)
 
 
-def padding_and_pairs(sites: Sequence[Site]) -> tuple[Padding, list[PackedPairs]]:
-    """Return the padding of a graph, and each site's pairs of tokens. Raises KeepsPadding."""
+def padding_and_pairs(sites: Sequence[Site], absent: Padding | None = None) -> tuple[Padding, list[PackedPairs]]:
+    """Return the padding of a graph, and each site's pairs of tokens. absent: the padding if there is none. Raises KeepsPadding."""
     found: Padding | None = None
     pairs = []
     for site in sites:
@@ -77,7 +79,7 @@ def padding_and_pairs(sites: Sequence[Site]) -> tuple[Padding, list[PackedPairs]
             remedy = 'load the model with attn_implementation="sdpa"'
             raise _refused(site, "an attention that is no call of scaled_dot_product_attention", remedy)
         _check_reading(site, spec)
-        padding, band = _masks(site, spec)
+        padding, band = _masks(site, spec, absent)
         if found is not None and (padding.tensor, padding.negated) != (found.tensor, found.negated):
             raise _refused(site, "the mask of another layer is another tensor")
         found = padding if found is None or padding.is_asked else found
@@ -101,11 +103,13 @@ def _check_reading(site: Site, spec: AttentionSpec) -> None:
         raise _refused(site, "k and v come from a cache in FP8")
 
 
-def _masks(site: Site, spec: AttentionSpec) -> tuple[Padding, PositionBand]:
+def _masks(site: Site, spec: AttentionSpec, absent: Padding | None) -> tuple[Padding, PositionBand]:
     if spec.mask.reason is not None:
         raise _refused(site, f"the mask was not understood: {spec.mask.reason}")
     kinds = spec.mask.kinds
     pads = [kind for kind in kinds if isinstance(kind, KeyPadding)]
+    if absent is not None and not pads:
+        return absent, _band(site, list(kinds))
     if len(pads) != 1:
         raise _refused(site, f"the mask is {spec.mask.words}", "pass attention_mask" if not pads else None)
     return _padding(site, pads[0]), _band(site, [kind for kind in kinds if kind is not pads[0]])

@@ -29,14 +29,15 @@ class PaddingOutcome(Outcome):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class KeptGraph(PaddingOutcome):
-    """A graph that is as it was. module, source: of the op that is to blame, if one is."""
+    """A graph that is as it was. module, source: of the op that is to blame, if one is. shares: rows were to share tokens."""
 
     reason: Reason
+    shares: bool = False
     module: str | None = None
     source: str | None = None
 
     def row(self) -> UnpadReport:
-        return UnpadReport(kept=self.reason, module=self.module, source=self.source)
+        return UnpadReport(kept=self.reason, shares=self.shares, module=self.module, source=self.source)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -55,6 +56,8 @@ class Packed(PaddingOutcome):
     work: of a call.
     inputs: fake values of the packed graph's further inputs: the number of tokens, and those of `Batch`.
     mode, most: the fake mode of the graph, and the most tokens that there can be, if that is known.
+    windows: of attentions in which rows share tokens; empty where they share nothing.
+    not_shared: why rows share no tokens although they should.
     steps: filled while it runs.
     """
 
@@ -71,11 +74,13 @@ class Packed(PaddingOutcome):
     inputs: tuple[Any, ...]
     mode: FakeTensorMode
     most: int | None
+    windows: tuple[int | None, ...] = ()
+    not_shared: Reason | None = None
     steps: Steps = field(default_factory=Steps)
 
     def further(self, number: int) -> tuple[Any, ...]:
         """Return `inputs` for another number of tokens."""
-        return fake_inputs(self.mode, self.most, number, self.inputs[-1])
+        return fake_inputs(self.mode, self.most, number, Batch(*self.inputs[1:]), len(self.windows))
 
     @property
     def beside(self) -> tuple[fx.GraphModule, ...]:
@@ -85,29 +90,38 @@ class Packed(PaddingOutcome):
         torch_packed.forget_guards(self.inputs)
 
     def row(self) -> UnpadReport:
-        return UnpadReport(zeroed=self.zeroed, facts=self.facts, notes=self._notes(), steps=self.steps)
+        return UnpadReport(
+            shares=bool(self.windows), zeroed=self.zeroed, facts=self.facts, notes=self._notes(), steps=self.steps
+        )
 
     def _notes(self) -> tuple[str, ...]:
         found = []
+        if self.not_shared is not None:
+            found.append(f"prompts are not shared, since not: {self.not_shared.rule}: {self.not_shared.observed}")
         if self.dropout:
             found.append(
                 "dropout draws for real tokens alone: its results are statistically equal to the model's, and not the same"
             )
         if not self.zeroed:
-            found.append("nothing visible changes: no output has padding")
+            found.append(
+                "nothing visible changes" if self.windows else "nothing visible changes: no output has padding"
+            )
         if self.padded is None:
             return (*found, "a batch that is not packed runs the model's own graph, with no kernel of ours")
         sites = self.padded.found.sites
         decided = Counter(UNTOUCHED if site.decision is None else site.decision.lowering for site in sites)
         names = ", ".join(f"{name} × {n}" for name, n in decided.items())
-        return (*found, f"a batch that is not packed runs with its padding: {names}")
+        how = "as the model has it" if self.windows else "with its padding"
+        return (*found, f"a batch that is not packed runs {how}: {names}")
 
 
-def fake_inputs(mode: FakeTensorMode, most: int | None, number: int, starts: torch.Tensor) -> tuple[Any, ...]:
-    """Make fake values of the further inputs of a packed graph. number: of tokens, an unknown size. starts: like the last input."""
+def fake_inputs(mode: FakeTensorMode, most: int | None, number: int, like: Batch, windows: int) -> tuple[Any, ...]:
+    """Make fake values of the further inputs of a packed graph. number: of tokens, an unknown size. like: for all other sizes."""
     size = torch_packed.own_size(mode, hint=number, most=most)
     with torch_tracing.running_in(mode):
-        return size, *Batch.like(size, starts.shape[0] - 1, starts.device).inputs
+        positions = None if like.keys is None else like.keys.shape[0]
+        rows, device = like.starts.shape[0] - 1, like.starts.device
+        return size, *Batch.like(size, rows, device, positions=positions, windows=windows).inputs
 
 
 # ---- zeros at padding in the padded graph, as in the packed one ------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,21 +10,23 @@ from typing import Any
 import torch
 from torch import fx
 
-from attn_compiler.passes.graph import axes, axis_rules, faults, mutation
+from attn_compiler.passes.graph import axes, axis_rules, faults, mutation, views
 from attn_compiler.passes.graph.aliasing import Aliases
-from attn_compiler.passes.graph.calls import target_name
 from attn_compiler.passes.graph.faults import Fault, Log
 from attn_compiler.passes.graph.mirror import Mirror
+from attn_compiler.passes.graph.mutation import Version
 from attn_compiler.passes.graph.onward import Trial
 from attn_compiler.passes.graph.unit import FoundSites, GraphMemory, Unit, module_path, source_line
-from attn_compiler.passes.unpad import exits, facts as run_time_facts, masks, rules, scores
+from attn_compiler.passes.unpad import exits, facts as run_time_facts, masks, packed_sizes, rules, scores, sharing
 from attn_compiler.passes.unpad.analysis import Analysis
 from attn_compiler.passes.unpad.forms import KeepsPadding, Kind, Need, places
 from attn_compiler.passes.unpad.making import Maker, Tokens
 from attn_compiler.passes.unpad.masks import Padding
 from attn_compiler.passes.unpad.outcome import KeptGraph, Packed, fake_inputs
-from attn_compiler.passes.unpad.unpadding import PackedWork
+from attn_compiler.passes.unpad.sharing import SharedAnalysis
+from attn_compiler.passes.unpad.unpadding import Batch, PackedWork
 from attn_compiler.reasons.codes import Code
+from attn_compiler.reasons.decisions import Reason
 from attn_compiler.torch_private import (
     compat as torch_compat,
     frames as torch_frames,
@@ -102,23 +103,28 @@ class PackedTrial(Trial):
 
 def pack(unit: Unit, mirror: Mirror, found: FoundSites) -> PackedTrial | None:
     """Take the padding out of the graph. The outcome is why it stays, if it does."""
-    if not unit.options.unpad:
+    if not unit.options.packs:
         return None
     with faults.confined(unit.log, "unpad", unit.name or "the graph") as attempt:
-        try:
-            _check_graph(unit)
-            return _run(unit, mirror, found)
-        except KeepsPadding as kept:
-            unit.outcome = _kept(mirror, kept)
+        kept = None
+        # Prompts may have to stay for each row where padding need not.
+        for shares in (x for x, asked in ((True, unit.options.share_prefix), (False, unit.options.unpad)) if asked):
+            try:
+                _check_graph(unit)
+                return _run(unit, mirror, found, shares, None if kept is None else kept.reason)
+            except KeepsPadding as why:
+                kept = why
+                unit.outcome = _kept(mirror, kept, shares)
     if attempt.reason is not None:
-        unit.outcome = KeptGraph(reason=attempt.reason)
+        unit.outcome = KeptGraph(reason=attempt.reason, shares=unit.options.share_prefix)
     return None
 
 
-def _kept(mirror: Mirror, kept: KeepsPadding) -> KeptGraph:
+def _kept(mirror: Mirror, kept: KeepsPadding, shares: bool) -> KeptGraph:
     owner = None if kept.at is None else mirror.owner(kept.at)
     module = None if owner is None else module_path(owner)
-    return KeptGraph(reason=kept.reason, module=module, source=None if owner is None else source_line(owner))
+    source = None if owner is None else source_line(owner)
+    return KeptGraph(reason=kept.reason, shares=shares, module=module, source=source)
 
 
 def _check_graph(unit: Unit) -> None:
@@ -144,21 +150,25 @@ def _check_graph(unit: Unit) -> None:
         )
 
 
-def _run(unit: Unit, mirror: Mirror, found: FoundSites) -> PackedTrial:
-    padding, pairs = masks.padding_and_pairs(found.sites)
+def _run(unit: Unit, mirror: Mirror, found: FoundSites, shares: bool, not_shared: Reason | None) -> PackedTrial:
+    padding, pairs = masks.padding_and_pairs(found.sites, _no_padding(mirror, found) if shares else None)
+    of_sites = dict(zip(found.sites, pairs, strict=True))
+    if shares:
+        sharing.check_pairs(of_sites)
     for site, own in zip(found.sites, pairs, strict=True):
         if own.scores is not None:
             scores.check_scores(site, own.scores, mirror, padding.tensor.node)
-    analysis = Analysis(mirror, padding, dict(zip(found.sites, pairs, strict=True)))
+    analysis = (SharedAnalysis if shares else Analysis)(mirror, padding, of_sites)
     graph = torch_compat.copied_graph(unit.graph)
     copies = dict(zip(unit.graph.nodes, graph.nodes, strict=True))
     maker = Maker(
         analysis=analysis, graph=graph, copies=copies, mode=unit.mode, given=_inputs(unit, graph, analysis, padding)
     )
     try:
-        return _packed(unit, mirror, found, padding, analysis, maker)
+        trial = _packed(unit, mirror, found, padding, analysis, maker)
+        return dataclasses.replace(trial, packed=dataclasses.replace(trial.packed, not_shared=not_shared))
     except Exception:
-        torch_packed.forget_guards([x.meta["example_value"] for x in vars(maker.given).values()])
+        torch_packed.forget_guards([x.meta["example_value"] for x in maker.given.inputs])
         raise
 
 
@@ -169,24 +179,28 @@ def _packed(
     roots, replaced = _roots(unit, found, maker)
     maker.make(roots)
     zeroed = _put_in(maker, replaced)
-    insert_sizes(unit.graph, maker)
+    packed_sizes.insert_sizes(unit.graph, maker)
     _erase_unread(unit, maker)
     _check_gone(unit, maker)
     rules.check_once(maker.made, maker.analysis, maker.mirror, maker.erased)
     facts = {word: [analysis.facts[node] for node in nodes] for word, nodes in maker.facts().items()}
     of_mask = [exits.zero_or_one(padding.tensor.node)] if padding.is_asked else []
     asked = [*of_mask, *(fact for same in facts.values() for fact in (same if same[0].needs else same[:1]))]
+    windows: tuple[int | None, ...] = ()
+    compared = None
+    if isinstance(analysis, SharedAnalysis):
+        windows, compared = analysis.windows, sharing.compared(maker.made, analysis)
     # Padding that counts is a query without keys, whose result is 0 in both graphs.
     may_count = all(site.keyless is None for site in found.sites)
     counted = [fact for fact in asked if may_count and fact.counts is not None]
     asked = [*(fact for fact in asked if fact not in counted), *([exits.LEADS] if counted else [])]
-    before = run_time_facts.graph(unit.graph_module, mirror, padding, asked, counted)
+    before = run_time_facts.graph(unit.graph_module, mirror, padding, asked, counted, compared)
     original = torch_packed.copied(unit.graph_module)
     dropout, given_back = rules.is_drawn(maker.made, maker.analysis, maker.mirror), _places(unit, maker, replaced)
     packed = Packed(
-        facts=tuple(fact.words for fact in asked),
-        zeroed=zeroed,
-        places=given_back,
+        facts=(*(fact.words for fact in asked), *(_shared_facts(found) if windows else ())),
+        zeroed=() if windows else zeroed,
+        places={} if windows else given_back,
         writes=bool(mirror.writers),
         dropout=dropout,
         before=before,
@@ -195,7 +209,8 @@ def _packed(
         fakes=tuple(x.meta["example_value"] for x in original.graph.find_nodes(op="placeholder")),
         mode=unit.mode,
         most=_most(analysis),
-        inputs=tuple(x.meta["example_value"] for x in vars(maker.given).values()),
+        inputs=tuple(x.meta["example_value"] for x in maker.given.inputs),
+        windows=windows,
     )
     trial = PackedTrial(packed=packed, before=Before.of(unit, mirror, found))
     unit.graph_module.graph, unit.memory = graph, GraphMemory(aliases=Aliases(graph=graph))
@@ -209,19 +224,39 @@ def _inputs(unit: Unit, graph: fx.Graph, analysis: Analysis, padding: Padding) -
     if most is not None and most < _FEWEST:
         raise KeepsPadding(Code.PADDING_SIZES, f"a batch has at least {_FEWEST} positions", f"{most}")
     with torch_tracing.running_in(unit.mode):
-        starts = torch.empty(mask.shape[0] + 1, dtype=torch.int64, device=mask.device)
+        windows = analysis.windows if isinstance(analysis, SharedAnalysis) else ()
+        positions = mask.shape[0] * mask.shape[1] if windows else None
+        like = Batch.like(2, mask.shape[0], mask.device, positions=positions, windows=len(windows))
     last = list(graph.find_nodes(op="placeholder"))[-1]
     made = {}
     names = [each.name for each in dataclasses.fields(Tokens)]
     # A typical number of tokens, for choices; odd, so that nothing is found to divide it.
     expected = max(_FEWEST, (most or 8192) * 5 // 8 | 1)
-    for name, value in zip(names, fake_inputs(unit.mode, most, expected, starts), strict=True):
+    for name, value in zip(names, fake_inputs(unit.mode, most, expected, like, len(windows)), strict=False):
         with graph.inserting_after(last):
             last = graph.placeholder(f"unpadded_{name}")
         last.meta["example_value"] = value
         torch_packed.mark_own_input(last)
         made[name] = last
     return Tokens(**made)
+
+
+def _shared_facts(found: FoundSites) -> tuple[str, ...]:
+    needs_keys = any(site.keyless is not None for site in found.sites)
+    return sharing.FACTS if needs_keys else sharing.FACTS[:1]
+
+
+def _no_padding(mirror: Mirror, found: FoundSites) -> Padding:
+    """Return the padding of a graph without any: an input of rows and positions tells the sizes."""
+    anchors = [site.match.anchor for site in found.sites]
+    q = anchors[0].args[0] if anchors else None
+    shape = axes.shape_exprs(views.value(q)) if isinstance(q, fx.Node) else ()
+    for node in mirror.graph.find_nodes(op="placeholder"):
+        x = node.meta.get("val")
+        own = axes.shape_exprs(x) if isinstance(x, torch.Tensor) else ()
+        if len(shape) == 4 and own == (shape[0], shape[2]) and mirror.dynamo_node(node) is not None:
+            return Padding(tensor=Version(node=node), negated=False, is_absent=True)
+    raise KeepsPadding(Code.PADDING_MASK, "an input is of (rows, positions)", "there is none")
 
 
 def _most(analysis: Analysis) -> int | None:
@@ -347,54 +382,3 @@ def _check_gone(unit: Unit, maker: Maker) -> None:
                 f"{dynamo.name}, read by {users}",
                 at=node,
             )
-
-
-# ---- sizes of packed values that the model asks for: it gets those of the padded batch -------------------------------
-
-
-#: calls that read no element
-_ASKING = frozenset({"size", "sym_size", "getattr", "numel"})
-
-Number = int | fx.Node
-
-
-def insert_sizes(graph: fx.Graph, maker: Maker) -> None:
-    """Replace calls that ask packed values for sizes by sizes of the padded batch. Raises KeepsPadding for any other size."""
-    for node in graph.nodes:
-        asks = target_name(node) in _ASKING and node.op in ("call_function", "call_method")
-        if asks and any(maker.kind_of(x) is Kind.PACKED for x in node.all_input_nodes):
-            copy = maker.copies[node]
-            with maker.graph.inserting_before(copy):
-                _replace(copy, _numbers(maker, node))
-            maker.drop(node)
-
-
-def _numbers(maker: Maker, node: fx.Node) -> Number | tuple[Number, ...]:
-    value: Any = node.meta.get("example_value")
-    if isinstance(value, (tuple, list)):
-        return tuple(_number(maker, size) for size in value)
-    if not isinstance(value, (int, torch.SymInt)):
-        raise KeepsPadding(Code.PADDING_SIZES, "a packed value is asked for nothing but sizes", node.name)
-    return _number(maker, value)
-
-
-def _number(maker: Maker, size: int | torch.SymInt) -> Number:
-    expr = axes.size_expr(size)
-    if expr.is_Integer:
-        return int(expr)
-    for axis, atom in enumerate((maker.analysis.batch, maker.analysis.seq)):
-        if axes.same_size(expr, atom.size):
-            return maker.whole_size(axis)
-    if axes.same_size(expr, maker.analysis.batch.size * maker.analysis.seq.size):
-        return maker.call(operator.mul, maker.whole_size(0), maker.whole_size(1))
-    raise KeepsPadding(Code.PADDING_SIZES, "sizes besides those of the batch are known", str(expr))
-
-
-def _replace(copy: fx.Node, value: Number | tuple[Number, ...]) -> None:
-    for user in list(copy.users):
-        if isinstance(value, tuple) and user.target is operator.getitem:
-            place: Any = user.args[1]
-            picked: Any = value[place]
-            _replace(user, picked)
-            continue
-        user.args, user.kwargs = fx.map_arg((user.args, dict(user.kwargs)), lambda x: value if x is copy else x)

@@ -48,6 +48,9 @@ class Batch:
     rows, positions: int64 (T,), its batch row and its position there.
     begins, ends: int32 (T,), where the keys of its row begin and end among the tokens.
     starts: int64 (B + 1,), where each row begins among the tokens.
+
+    Where rows share tokens, `begins` and `ends` are places in `keys`, and `begins` is (W, T), for each window.
+    keys: int64 (B · S,), the token that each key of each row is. places: int64 (B · S,), the token that stands for each position.
     """
 
     tokens: torch.Tensor
@@ -56,17 +59,24 @@ class Batch:
     begins: torch.Tensor
     ends: torch.Tensor
     starts: torch.Tensor
+    keys: torch.Tensor | None = None
+    places: torch.Tensor | None = None
 
     @staticmethod
-    def like(number: Any, rows: Any, device: torch.device) -> Batch:
-        """Allocate a batch of so many tokens and rows, unfilled."""
+    def like(number: Any, rows: Any, device: torch.device, *, positions: Any = None, windows: int = 1) -> Batch:
+        """Allocate a batch of so many tokens and rows, unfilled. positions: of the whole batch, if rows share tokens."""
         dtypes = {
             **dict.fromkeys(("tokens", "rows", "positions"), torch.int64),
             "begins": torch.int32,
             "ends": torch.int32,
         }
         of_tokens = {name: torch.empty(number, dtype=dtype, device=device) for name, dtype in dtypes.items()}
-        return Batch(**of_tokens, starts=torch.empty(rows + 1, dtype=torch.int64, device=device))
+        starts = torch.empty(rows + 1, dtype=torch.int64, device=device)
+        if positions is None:
+            return Batch(**of_tokens, starts=starts)
+        of_tokens["begins"] = torch.empty((windows, number), dtype=torch.int32, device=device)
+        keys, places = (torch.empty(positions, dtype=torch.int64, device=device) for _ in range(2))
+        return Batch(**of_tokens, starts=starts, keys=keys, places=places)
 
     @staticmethod
     def from_mask(packed: torch.Tensor, real: torch.Tensor | None = None) -> Batch:
@@ -98,13 +108,13 @@ class Batch:
 
     def first(self, number: int) -> Batch:
         """Return the first `number` entries: all tokens and perhaps some padding behind them. No device is asked."""
-        *of_tokens, starts = self.inputs
-        tokens, rows, positions, begins, ends = [x[:number] for x in of_tokens]
-        return Batch(tokens=tokens, rows=rows, positions=positions, begins=begins, ends=ends, starts=starts)
+        names = ("tokens", "rows", "positions", "begins", "ends")
+        return dataclasses.replace(self, **{name: getattr(self, name)[..., :number] for name in names})
 
     @property
     def inputs(self) -> tuple[torch.Tensor, ...]:
-        return self.tokens, self.rows, self.positions, self.begins, self.ends, self.starts
+        given = (self.tokens, self.rows, self.positions, self.begins, self.ends, self.starts, self.keys, self.places)
+        return tuple(x for x in given if x is not None)
 
 
 #: what leaving padding out takes on one thread of a CPU, as multiply-adds: for each call, and for each attention and each of its rows
@@ -223,10 +233,11 @@ class Unpadded:
     def _read(self, numbers: Sequence[int], positions: int) -> UnpaddedStep:
         """Make a step. numbers: results of `before` for a batch of so many positions."""
         number, *holds = numbers
+        groups = holds.pop() if len(holds) > len(self._facts) else None
         failed = tuple(fact for fact, does in zip(self._facts, holds, strict=True) if not does)
         if number < LEAST_TOKENS:
             failed = (*failed, f"{LEAST_TOKENS} tokens are real")
-        return UnpaddedStep(number=number, fill=number / max(positions, 1), failed=failed)
+        return UnpaddedStep(number=number, fill=number / max(positions, 1), groups=groups, failed=failed)
 
     def _weighed(self, step: UnpaddedStep, batch: Batch, sizes: Hashable) -> UnpaddedStep:
         """Return the step, failed where packing is no faster. Batches of sizes that never gain are not asked again."""

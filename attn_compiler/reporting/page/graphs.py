@@ -73,9 +73,11 @@ def _failures(report: GraphReport) -> list[Markup]:
 
 def _padding(unpad: UnpadReport) -> Markup:
     if unpad.kept is None:
-        return facts((("Padding", "left out"), *listed(UNPAD, unpad)))
+        return facts(((unpad.title.capitalize(), unpad.result), *listed(UNPAD, unpad)))
     place = ("Place", " ".join(part for part in (unpad.module, unpad.source and f"({unpad.source})") if part))
-    return facts((("Padding", "computed, as the model has it"), place, *listed(REASON, unpad.kept)))
+    return facts(
+        ((unpad.title.capitalize(), f"{unpad.result}, as the model has it"), place, *listed(REASON, unpad.kept))
+    )
 
 
 def _seconds(report: GraphReport) -> Markup:

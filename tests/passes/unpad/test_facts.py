@@ -54,7 +54,7 @@ def test_what_is_asked_takes_what_it_reads() -> None:
 
     def asked(weight: torch.Tensor, mask: torch.Tensor, ids: torch.Tensor) -> tuple[object, ...]:
         real = torch.ne(mask, 0)
-        return real, (torch.all(real), torch.any(real)), None
+        return real, (torch.all(real), torch.any(real)), None, None
 
     module, read = facts.with_places(fx.symbolic_trace(asked))
     assert read == (1,)

@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 
 from attn_compiler.passes.graph.axes import Atom, fresh, shape_exprs, size_expr
-from attn_compiler.passes.unpad import making, packing
+from attn_compiler.passes.unpad import indexing, making, packed_sizes
 from attn_compiler.passes.unpad.forms import Indexed, KeepsPadding, Kind, Value
 from attn_compiler.passes.unpad.making import Maker, Tokens
 from attn_compiler.passes.unpad.masks import PackedPairs, PositionBand
@@ -37,7 +37,7 @@ class Making:
 
     def __init__(self, x: Tensor) -> None:
         self.x, self.mode, graph = x, FakeTensorMode(), fx.Graph()
-        values = dict(zip(Batch.__dataclass_fields__, BATCH.inputs, strict=True))
+        values = dict(zip(Batch.__dataclass_fields__, BATCH.inputs, strict=False))
         nodes = {name: self._given(graph, name, value) for name, value in {"x": x, "number": FILLED, **values}.items()}
         source = self._given(fx.Graph(), "x", x)
         mirror: Any = SimpleNamespace(graph=fx.Graph())
@@ -60,7 +60,7 @@ class Making:
         return fx.GraphModule(nn.Module(), self.maker.graph)(self.x, FILLED, *BATCH.inputs)
 
     def indexed(self, form: Indexed) -> Tensor:
-        recipe = making._indexed(self.given, form)
+        recipe = indexing.indexed(self.given, form)
         found: Tensor = self.run(recipe.make(self.maker, (self.given,)))
         return found
 
@@ -71,7 +71,7 @@ class Making:
         if batch == seq:
             dims[batch] = (self.batch, self.seq)
         self.value = Value(kind=Kind.PACKED, dims=tuple(dims))
-        recipe = making._unpacked(self.maker.analysis, self.given)
+        recipe = indexing.unpacked(self.maker.analysis, self.given)
         found: Tensor = self.run(recipe.make(self.maker, (self.given,)))
         return found
 
@@ -217,7 +217,7 @@ class Asked:
         )
 
     def given(self) -> Any:
-        packing.insert_sizes(self.graph, self.maker)
+        packed_sizes.insert_sizes(self.graph, self.maker)
         (output,) = self.rewritten.find_nodes(op="output")
         return output.args[0]
 

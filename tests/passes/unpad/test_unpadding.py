@@ -293,7 +293,7 @@ def test_outside_of_a_compilation_nothing_is_entered() -> None:
 # What is told of a packed graph, and fake inputs for another number of tokens.
 def _packed(mode: FakeTensorMode | None = None, **changed: Any) -> Packed:
     mode = mode or FakeTensorMode(shape_env=ShapeEnv())
-    starts = mode.from_tensor(torch.empty(4, dtype=torch.int64), static_shapes=True)
+    like = Batch(*(mode.from_tensor(x, static_shapes=True) for x in Batch.like(2, 3, torch.device("cpu")).inputs))
     given: dict[str, Any] = {
         "facts": (),
         "zeroed": ("output 0",),
@@ -303,7 +303,7 @@ def _packed(mode: FakeTensorMode | None = None, **changed: Any) -> Packed:
         "before": None,
         "original": None,
         "fakes": (),
-        "inputs": outcome.fake_inputs(mode, 30, 7, starts),
+        "inputs": outcome.fake_inputs(mode, 30, 7, like, 0),
         "mode": mode,
         "most": 30,
         "work": PackedWork(products=1, pairs=1, sites=1),
