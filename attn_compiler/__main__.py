@@ -182,7 +182,8 @@ def _made(place: str) -> tuple[Callable[..., Any], Sequence[Any], Mapping[str, A
     model, inputs = made
     if isinstance(inputs, Mapping):
         return model, (), dict(inputs)
-    return model, tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), {}
+    sentences = isinstance(inputs, list) and bool(inputs) and all(isinstance(x, str) for x in inputs)
+    return model, tuple(inputs) if isinstance(inputs, tuple | list) and not sentences else (inputs,), {}
 
 
 def _module(where: str) -> Any:

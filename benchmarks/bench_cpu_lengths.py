@@ -88,8 +88,8 @@ class Cell(harness.Named):
 
     @property
     def rows(self) -> int:
-        """Sequences of a call."""
-        return max(1, _TOKENS // self.length)
+        """Sequences of a call: of several, some are padded."""
+        return max(2 if self.mask == "padding" else 1, _TOKENS // self.length)
 
     def is_real(self) -> torch.Tensor | None:
         """bool (rows, length): the tokens that count, from half of them on; None where all do."""

@@ -76,6 +76,12 @@ def named():
 def placed():
     return Attention(), torch.ones(1, 2, 8, 16)
 
+def sentences():
+    return Attention(), ["a cat", "a mat"]
+
+def several():
+    return Attention(), ("a cat", "a mat")
+
 def wrong():
     return Attention()
 
@@ -121,6 +127,7 @@ def test_named_inputs_json_and_a_page(make: Path, capsys: pytest.CaptureFixture[
 
 def test_a_model_is_compared(make: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, object] = {}
+    inputs: list[object] = []
 
     class Answer:
         def to_json(self) -> str:
@@ -128,13 +135,21 @@ def test_a_model_is_compared(make: Path, capsys: pytest.CaptureFixture[str], mon
 
     def comparer(**settings: object) -> object:
         asked.update(settings)
-        return lambda model, *args, **kwargs: Answer()
+
+        def compared(model: object, *args: object, **kwargs: object) -> Answer:
+            inputs.append((*args, *kwargs))
+            return Answer()
+
+        return compared
 
     monkeypatch.setattr(attn_compiler, "comparer", comparer, raising=False)
     given = ["compare", f"{make}:named", "--training", "--seconds", "2", "--json", "--option", "unpad=true"]
     assert command_line.main(given) == 0
     assert asked == {"training": True, "seconds": 2.0, "mode": None, "dynamic": None, "options": {"unpad": True}}
     assert capsys.readouterr().out == "{}\n"
+    for name in ("sentences", "several"):
+        command_line.main(["compare", f"{make}:{name}"])
+    assert inputs == [("q", "causal"), (["a cat", "a mat"],), ("a cat", "a mat")]
 
 
 def test_what_a_script_compiles_is_reported(make: Path) -> None:

@@ -56,6 +56,24 @@ def compile_apart(
     return torch.compile(model, backend=backend, dynamic=dynamic, **extra)
 
 
+def compile_calls(
+    module: nn.Module, backend: str, dynamic: bool | None, options: Mapping[str, Any] | None = None
+) -> Callable[..., Any]:
+    """Return what `module.compile()` would have the module called by, for `called_as`."""
+    return compile_apart(module._call_impl, backend, dynamic, options)
+
+
+@contextlib.contextmanager
+def called_as(module: nn.Module, call: Callable[..., Any] | None) -> Iterator[None]:
+    """Let `module(...)` call `call` within the block; None: the module as it was written."""
+    before = module._compiled_call_impl
+    module._compiled_call_impl = call
+    try:
+        yield
+    finally:
+        module._compiled_call_impl = before
+
+
 def original_of(model: Callable[..., Any]) -> Callable[..., Any]:
     """Return the module that torch.compile was given, if `model` is its result; else `model`. (torch.compile unwraps functions itself.)"""
     return getattr(model, "_orig_mod", model)

@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 import transformers
 
 import attn_compiler
+from attn_compiler.compiling.comparing import embedding
 from attn_compiler.passes.unpad.unpadding import PackedWork
 from tests.integrations import launching
 from tests.integrations.launching import LAYERS, SIZES, WORDS, found
@@ -78,3 +79,38 @@ def test_what_compiles_nothing(embedders: Any, path: str) -> None:
     embedder[0].auto_model.compile(**_SETTINGS)
     embedder.encode(SENTENCES)
     assert len(attn_compiler.reports()) == 0
+
+
+@pytest.mark.usefixtures("quick")
+def test_compare_times_encode(embedders: Any, path: str) -> None:
+    embedder = embedders.SentenceTransformer(path, device="cpu")
+    embedder.compile(backend="eager")
+    before, own = embedder.encode(SENTENCES), embedder._compiled_call_impl
+    comparer = attn_compiler.comparer(seconds=0, dynamic=True, options={"inner": "eager", "unpad": True})
+    found = comparer(embedder, SENTENCES, batch_size=2)
+    assert [side.failure for side in found.sides] == [None] * 3
+    for name in ("inductor", "attn_compiler"):
+        outputs = found.side(name).outputs
+        assert outputs is not None
+        assert outputs.cosine is not None
+        assert 0 <= outputs.cosine + 1e-9 < 1e-6
+    (report,) = found.reports
+    assert len(report.sites[0].modules) == LAYERS
+    assert report.unpad is not None
+    assert report.unpad.kept is None
+    said = str(found)
+    assert "SentenceTransformer: encode of 4 sentences" in said
+    assert "sentences a second: eager " in said
+    assert "the sentence that is farthest: inductor " in said
+    assert embedder._compiled_call_impl is own, "compiled in place as before"
+    np.testing.assert_array_equal(embedder.encode(SENTENCES), before)
+
+
+@pytest.mark.parametrize("inputs", [(["a"], ["b"]), ([],), ("a",), (["a", 1],), ([torch.zeros(1)],)])
+def test_what_is_no_list_of_sentences_is_given_to_the_model(inputs: tuple[Any, ...]) -> None:
+    class Embeds(torch.nn.Linear):
+        def encode(self) -> None: ...
+
+    assert embedding.encoding_of(Embeds(1, 1), inputs, {}) is None
+    assert embedding.encoding_of(torch.nn.Linear(1, 1), (["a"],), {}) is None
+    assert embedding.encoding_of(Embeds(1, 1), (["a"],), {}) is not None

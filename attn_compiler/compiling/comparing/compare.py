@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from attn_compiler.compiling.comparing import sides
+from attn_compiler.compiling.comparing import embedding, sides
 from attn_compiler.compiling.comparing.comparison import Comparison
 from attn_compiler.compiling.comparing.kept import HeldState, Inputs, modules_of
 from attn_compiler.compiling.comparing.sides import EAGER, INDUCTOR, OURS, FirstStep, Task
@@ -36,7 +36,8 @@ def compare(model: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Comparis
     The result prints as a table and has `to_json()`: attach it to a report about speed. It measures a forward without gradients;
     `comparer(training=True)(model, ...)` makes it a training step.
 
-    model: a module or function, compiled already or not; the arguments go to it.
+    model: a module or function, compiled already or not; the arguments go to it. A SentenceTransformer is given a list of sentences: its
+    `encode` is timed, with further arguments of it by name.
     options: as for `explain`.
 
     All run in this process, step by step in turn. The first step compiles, and it finds nothing on disk. Afterwards the model is as it was,
@@ -73,7 +74,8 @@ def comparer(
         for name in _IMPORTED:
             importlib.import_module(name)
         modules = modules_of(original)
-        inputs = Inputs(args, kwargs)
+        encoding = embedding.encoding_of(original, args, kwargs)
+        inputs = Inputs(args, kwargs) if encoding is None else Inputs((), {})
         with (
             tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
             torch_observe.nothing_left_behind(),
@@ -88,11 +90,15 @@ def comparer(
                 devices=_devices([*kept.tensors, *inputs.tensors]),
             )
             _warm_up(task, folder)
-            models = {
-                EAGER: original,
-                INDUCTOR: torch_observe.compile_apart(original, INDUCTOR, dynamic, patches),
-                OURS: torch_observe.compile_apart(original, OURS, dynamic, ours),
-            }
+            by_options = ((INDUCTOR, patches), (OURS, ours))
+            if encoding is None:
+                models = {EAGER: original} | {
+                    name: torch_observe.compile_apart(original, name, dynamic, given) for name, given in by_options
+                }
+            else:
+                models = {EAGER: encoding.as_called(None)} | {
+                    name: encoding.compiled(name, dynamic, given) for name, given in by_options
+                }
             with publishing.collected() as reports:
                 firsts = _firsts(models, task, folder)
                 timed = sides.in_turns(firsts, models, task, seconds=seconds)
@@ -101,7 +107,7 @@ def comparer(
             raise next(first.error for first in timed if first.error is not None)
         return Comparison(
             model=_name(original),
-            inputs=tuple(inputs.words),
+            inputs=tuple(inputs.words) if encoding is None else tuple(f"{name}={x!r}" for name, x in kwargs.items()),
             training=training,
             modes=_modes(modules),
             settings={
@@ -112,6 +118,7 @@ def comparer(
             facts=doctor.machine_facts(),
             sides=tuple(sides.compared(timed, inputs.padding)),
             drew_random_numbers=any(first.drew for first in timed),
+            sentences=0 if encoding is None else len(encoding.sentences),
             reports=Reports(reports),
         )
 

@@ -30,6 +30,7 @@ class Comparison(Measured):
             "sides": [asdict(side) for side in self.sides],
             "gain": self.gain,
             "drew_random_numbers": self.drew_random_numbers,
+            "sentences": self.sentences,
             "reports": self.reports.to_dict(),
         }
 

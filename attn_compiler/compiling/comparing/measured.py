@@ -18,7 +18,7 @@ class Measured:
     model: its class, or the name of a function. inputs: each by name, with dtype and shape. training: a step was forward, loss and
     backward. modes: train() or eval() of the model's modules. settings: of torch.compile, each option as Python writes it. facts: about the
     machine, as `doctor` has them. sides: "eager", "inductor", "attn_compiler". drew_random_numbers: by dropout, for example; differences
-    then mean nothing. reports: one for each graph compiled by this backend.
+    then mean nothing. reports: one for each graph compiled by this backend. sentences: how many a step embeds, 0 for another model.
     """
 
     model: str
@@ -30,6 +30,7 @@ class Measured:
     sides: tuple[Side, ...]
     drew_random_numbers: bool
     reports: Reports
+    sentences: int = 0
 
     @property
     def gain(self) -> float | None:

@@ -27,6 +27,7 @@ _VERSIONS = ("attn_compiler", "torch", "triton", "transformers")
 def view(found: Measured) -> RenderableType:
     """Return the comparison as text, at most as wide as a report."""
     step = "a training step" if found.training else "a forward without gradients"
+    step = f"encode of {found.sentences} sentences" if found.sentences else step
     head = ", ".join(part for part in (f"{found.model}: {step}", found.modes) if part)
     parts: list[RenderableType] = [
         Text(head, style="bold"),
@@ -107,6 +108,7 @@ def _notes(found: Measured) -> Iterator[str]:
     if any(_is_spread(side) for side in found.sides):
         yield "Times are far apart: something else ran on this machine, or steps differ. Compare again before you go by them."
     yield "gain: how many times as fast as Inductor, the median over rounds in which all took turns."
+    yield from _sentence_notes(found)
     yield "first step: it compiles, and finds nothing on disk from before."
     yield from _memory_notes(found)
     for what in ("outputs", "gradients"):
@@ -117,6 +119,18 @@ def _notes(found: Measured) -> Iterator[str]:
             "The model drew random numbers, others in every compiler: the differences tell nothing. model.eval() switches "
             "dropout off."
         )
+
+
+def _sentence_notes(found: Measured) -> Iterator[str]:
+    if not found.sentences:
+        return
+    timed = [(side.name, side.milliseconds[1]) for side in found.sides if side.milliseconds is not None]
+    rates = [f"{name} {1e3 * found.sentences / ms:.4g}" for name, ms in timed]
+    yield f"sentences a second: {', '.join(rates)}."
+    known = [(side.name, side.outputs.cosine) for side in found.sides if side.outputs is not None]
+    cosines = [f"{name} {cosine:.1e}" for name, cosine in known if cosine is not None]
+    if cosines:
+        yield f"1 - cosine to {EAGER}'s embedding, of the sentence that is farthest: {', '.join(cosines)}."
 
 
 def _memory_notes(found: Measured) -> Iterator[str]:

@@ -31,7 +31,8 @@ class Distance:
 
     largest: the largest absolute difference of any element; infinite if one of the two is not finite. where: the tensor that has it.
     beside: the largest magnitude of any element of the uncompiled model's. others: names that only one of the two has, or has in another
-    shape. at_padding: the largest difference at padding positions, which `largest` leaves out; None without padding.
+    shape. at_padding: the largest difference at padding positions, which `largest` leaves out; None without padding. cosine: 1 minus the
+    smallest cosine of two rows, of one result with two axes; None for others.
     """
 
     largest: float
@@ -39,6 +40,7 @@ class Distance:
     beside: float
     others: tuple[str, ...] = ()
     at_padding: float | None = None
+    cosine: float | None = None
 
 
 def outputs_of(value: Any) -> dict[str, torch.Tensor]:
@@ -130,7 +132,24 @@ def distance(
         beside = max(beside, float(y.abs().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).max()))
         if off > largest or not where:
             largest, where = max(off, largest), name
-    return Distance(largest=largest, where=where, beside=beside, others=tuple(others), at_padding=at_padding)
+    return Distance(
+        largest=largest,
+        where=where,
+        beside=beside,
+        others=tuple(others),
+        at_padding=at_padding,
+        cosine=_cosine(new, own),
+    )
+
+
+def _cosine(new: Mapping[str, torch.Tensor | None], own: Mapping[str, torch.Tensor | None]) -> float | None:
+    """Return 1 minus the smallest cosine of the rows of one embedding and its own; None for other results."""
+    if len(new) != 1 or new.keys() != own.keys():
+        return None
+    (x,), (y,) = new.values(), own.values()
+    if x is None or y is None or x.dim() != 2 or x.shape != y.shape or not x.is_floating_point() or not x.numel():
+        return None
+    return 1.0 - float(torch.nn.functional.cosine_similarity(x.double(), y.double()).min())
 
 
 def _is_padded(name: str, x: torch.Tensor, padding: torch.Tensor, all_of_them: Mapping[str, Any]) -> bool:

@@ -80,12 +80,13 @@ def made(*, training: bool = True, on_gpu: bool = True, failure: str | None = No
 def test_the_json_keeps_its_keys() -> None:
     found = json.loads(made().to_json())
     assert set(found) == {
-        "version", "model", "inputs", "training", "modes", "settings", "facts", "sides", "gain", "drew_random_numbers", "reports",
+        "version", "model", "inputs", "training", "modes", "settings", "facts", "sides", "gain", "drew_random_numbers", "sentences",
+        "reports",
     }  # fmt: skip
     assert set(found["sides"][0]) == {
         "name", "first_seconds", "rounds", "milliseconds", "ratio", "held_bytes", "peak_bytes", "outputs", "gradients", "failure",
     }  # fmt: skip
-    assert set(found["sides"][1]["outputs"]) == {"largest", "where", "beside", "others", "at_padding"}
+    assert set(found["sides"][1]["outputs"]) == {"largest", "where", "beside", "others", "at_padding", "cosine"}
     assert found["reports"]["num_graphs"] == 1
 
 
