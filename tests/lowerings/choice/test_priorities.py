@@ -203,8 +203,9 @@ def test_order_on_the_cpu(
 @pytest.mark.parametrize(
     ("dtype", "training", "length", "padded", "causal"),
     [
-        ("bfloat16", True, 128, MATH, MATH),
-        ("bfloat16", True, 129, FLASH_OR_MATH, MATH),
+        ("bfloat16", True, 160, MATH, MATH),
+        ("bfloat16", True, 161, FLASH_OR_MATH, MATH),
+        ("bfloat16", True, 256, FLASH_OR_MATH, MATH),
         ("bfloat16", True, 257, FLASH_OR_MATH, FLASH_OR_MATH),
         ("bfloat16", True, 512, FLASH_OR_MATH, FLASH_OR_MATH),
         ("bfloat16", True, 513, FLASH, FLASH),
@@ -218,7 +219,7 @@ def test_bfloat16_trains_by_flash_from_where_avx512_makes_it_faster(
 ) -> None:
     """Without AVX-512 math is faster up to 512."""
     given: dict[str, Any] = {"dtype": dtype, "needs_grad": training, "seqlen_q": length, "seqlen_kv": length}
-    for mask, expected in ((dense(2, 1, 1, length), padded), (CAUSAL, causal)):
+    for mask, expected in ((dense(2, 1, 1, length), padded), (CAUSAL, causal), (MaskSpec(), causal)):
         spec = make_spec(device="cpu", mask=mask, **given)
         assert order(spec, Target.fake(device="cpu", avx512=True)) == expected
         assert order(spec, CPU) == (MATH if expected == FLASH_OR_MATH and training else expected)
