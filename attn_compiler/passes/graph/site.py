@@ -232,6 +232,12 @@ class SiteScores:
         """Return all tensors that join the scores."""
         return (*self.additive, *self.allowed)
 
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        """Return all tensors with axes that change the scores."""
+        others = (*(factor.operand for factor in self.factors), self.sinks)
+        return (*(term.operand for term in self.terms), *(x for x in others if isinstance(x, Operand)))
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ReadLse:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from attn_compiler.passes.graph import views
+from attn_compiler.passes.graph import constants, views
 from attn_compiler.passes.graph.calls import target_name
 from attn_compiler.passes.graph.mirror import Mirror, opaque
 from attn_compiler.passes.graph.mutation import Version
@@ -25,6 +25,8 @@ _BOUNDED: frozenset[object] = frozenset(
 _MOVES: frozenset[object] = frozenset(
     {aten.slice.Tensor, aten.narrow.default, aten.select.int, aten.constant_pad_nd.default, aten.pad.default}
 )
+#: what a model calls to see elements in another shape: of symbolic sizes it may be no view in the mirror
+_RESHAPES = frozenset("view view_as reshape reshape_as".split())
 
 
 def is_none(mirror: Mirror, match: Match, version: Version, weight: float, *, is_learned: bool) -> bool:
@@ -45,11 +47,22 @@ def _most(mirror: Mirror, match: Match, version: Version) -> float | None:
 
 def _unmoved(mirror: Mirror, node: fx.Node) -> fx.Node | None:
     """Return the tensor whose elements, and perhaps zeros, a node holds at other places (Transformer-XL's shift); None after a write."""
-    while views.is_view(node) or (node.target in _MOVES and views.argument(node, "value", 0) in (0, None)):
-        node = views.source(node)
+    while (source := _moved(mirror, node)) is not None:
+        node = source
         if mirror.writers_into(node).nodes:
             return None
     return node
+
+
+def _moved(mirror: Mirror, node: fx.Node) -> fx.Node | None:
+    """Return what an op moves; None for an op that computes."""
+    if views.is_view(node) or (node.target in _MOVES and views.argument(node, "value", 0) in (0, None)):
+        return views.source(node)
+    if node.target is opaque and routers.called(mirror, node) in _RESHAPES:
+        return node.all_input_nodes[0]
+    joined = node.args[0] if node.target is aten.cat.default else ()
+    others = [x for x in joined if constants.everywhere(mirror, x) != 0.0]  # type: ignore[union-attr]
+    return others[0] if len(others) == 1 else None  # type: ignore[return-value]
 
 
 def _is_of_queries(mirror: Mirror, match: Match, node: fx.Node) -> bool:

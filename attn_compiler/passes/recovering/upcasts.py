@@ -19,6 +19,7 @@ from attn_compiler.passes.graph.axes import AxisError
 from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.site import Match, Operand
 from attn_compiler.passes.matching import operands
+from attn_compiler.passes.matching.patterns import assembly
 from attn_compiler.spec.dtypes import HALVES
 
 NOTE = "q and k are read before the model casts them to float32, which a kernel computes in anyway"
@@ -70,8 +71,9 @@ def _upcast(match: Match) -> torch.dtype | None:
 
 
 def _settle(match: Match) -> None:
-    terms = [term.operand for term in match.scores.terms]
-    operands.settle([match.q, match.k, match.v, *terms])
+    operands.settle([match.q, match.k, match.v, *match.scores.operands])
+    batch_dims = (match.axes.batch, match.axes.heads)
+    match.axes = replace(match.axes, **assembly.heads(batch_dims, match.k, match.v, match.scores.sinks))
 
 
 def _is_on_cpu(node: torch.fx.Node) -> bool:

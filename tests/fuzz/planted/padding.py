@@ -64,7 +64,7 @@ passes/unpad/making.py _same_row; padded batches: attention is not kept within a
 + return before
 
 rows and positions of what is given back change places
-passes/unpad/making.py _unpacked; padded batches: what was transposed is unpacked otherwise
+passes/unpad/indexing.py unpacked; padded batches: what was transposed is unpacked otherwise
 - rows = x if (i, j) == (0, 1) else maker.call(aten.movedim.intlist, x, [i, j], [0, 1])
 + rows = x if (i, j) == (0, 1) else maker.call(aten.movedim.intlist, x, [j, i], [0, 1])
 

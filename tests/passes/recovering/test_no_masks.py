@@ -61,9 +61,22 @@ class _Shifted(nn.Module):
         return F.scaled_dot_product_attention(q + self.u.view(1, H, 1, D), k, k, attn_mask=far[..., : k.shape[2]])
 
 
+class _ShiftedTwice(_Shifted):
+    """The same with zeros joined, and with each shape said (Wav2Vec2-Conformer, FastSpeech 2)."""
+
+    def forward(self, q: Tensor, k: Tensor, positions: Tensor, around: float) -> Tensor:
+        far = (q + self.v.view(1, H, 1, D)) @ positions.mT
+        wide = torch.cat([torch.full((*far.shape[:3], 1), around), far], -1)
+        far = wide.view(*far.shape[:2], far.shape[3] + 1, far.shape[2])[:, :, 1:].view_as(far)
+        return F.scaled_dot_product_attention(q + self.u.view(1, H, 1, D), k, k, attn_mask=far[..., : k.shape[2]])
+
+
+@pytest.mark.parametrize("shifting", [_Shifted, _ShiftedTwice])
 @pytest.mark.parametrize(("around", "may_mask"), [(0.0, False), (-1e9, True)])
-def test_a_shift_that_can_not_be_read_moves_what_is_no_mask(around: float, may_mask: bool) -> None:
-    model = _Shifted()
+def test_a_shift_that_can_not_be_read_moves_what_is_no_mask(
+    around: float, may_mask: bool, shifting: type[_Shifted]
+) -> None:
+    model = shifting()
     compiled = torch.compile(model, backend="attn_compiler", options={"inner": "aot_eager"})
     for length in (6, 9):
         given = normal(B, H, length, D), normal(B, H, length, D, seed=1), normal(2 * length - 1, D, seed=2)

@@ -50,6 +50,14 @@ def cast_above_views(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q * 0.25 @ k.mT).masked_fill(~mask(), -torch.inf).softmax(-1).to(v.dtype) @ v
 
 
+def flint(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The casts stand below a repetition of heads, and a sink of each head is joined to the scores."""
+    k, v = (x[:, :, None].expand(-1, -1, 2, -1, -1).reshape(BATCH, 2 * HEADS, LENGTH, DEPTH) for x in (k, v))
+    scores = torch.matmul(q.float(), k.float().mT) * 0.25
+    sinks = torch.arange(2 * HEADS).reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1].to(v.dtype) @ v
+
+
 def run(attention: Attention, *given: Tensor, **options: Any) -> Compiled:
     function = compiled(attention, strict=True, verify=True, **options)
     function(*given)
@@ -68,6 +76,17 @@ def is_narrow(function: Compiled) -> bool:
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_casts_are_left_out(attention: Attention, dtype: torch.dtype) -> None:
     assert is_narrow(run(attention, *inputs(dtype), lowering="math"))
+
+
+@pytest.mark.parametrize("as_on_a_gpu", [True, False])
+def test_key_heads_are_found_above_casts(as_on_a_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sinks vary along all heads, also where keys are read behind their repetition, as on a CPU."""
+    monkeypatch.setattr(upcasts, "_is_on_cpu", lambda node: not as_on_a_gpu)
+    q, k, v = inputs()
+    found = run(flint, torch.cat([q, q * 0.5], 1), k, v, lowering="math")
+    assert is_narrow(found) == as_on_a_gpu
+    heads = HEADS if as_on_a_gpu else 2 * HEADS
+    assert [x.shape[1] for x in (found.site.spec.q, found.site.spec.k, found.site.spec.v)] == [2 * HEADS, heads, heads]
 
 
 @pytest.mark.in_turns

@@ -24,30 +24,32 @@ def assemble(
     **parts: Any,
 ) -> Match:
     """Make a Match from a pattern's findings. batch_dims: the batch and head axes of the scores, outermost first."""
-    terms = [t.operand for t in scores.terms]
-    factors = [factor.operand for factor in scores.factors if factor.operand is not None]
-    operands.settle([q, k, v, *terms, *factors])
-    atoms = axes.flat(batch_dims)
-    shared = _shared_tail(atoms, k, v)
-    start = _first_head(atoms, shared)
+    operands.settle([q, k, v, *scores.operands])
     match = Match(
         q=q,
         k=k,
         v=v,
         axes=SiteAxes(
-            batch=atoms[:start],
-            heads=atoms[start:],
-            heads_kv=atoms[start : len(atoms) - shared],
             query=query,
             key=key,
             head_dim_qk=head_dim_qk,
             head_dim_v=head_dim_v,
+            **heads(batch_dims, k, v, scores.sinks),
         ),
         scores=scores,
         **parts,
     )
     match.notes = (*match.notes, *_notes(match))
     return match
+
+
+def heads(batch_dims: Dims, k: Operand, v: Operand, sinks: Operand | float | None) -> dict[str, Dim]:
+    """Tell apart the axes of the batch, of the heads and of the key/value heads. Sinks vary along heads alone."""
+    atoms = axes.flat(batch_dims)
+    shared = _shared_tail(atoms, k, v)
+    of_sinks = (i for i, atom in enumerate(atoms) if isinstance(sinks, Operand) and sinks.varies_along(atom))
+    start = min(_first_head(atoms, shared), *of_sinks, len(atoms))
+    return {"batch": atoms[:start], "heads": atoms[start:], "heads_kv": atoms[start : len(atoms) - shared]}
 
 
 def _shared_tail(atoms: Dim, k: Operand, v: Operand) -> int:
