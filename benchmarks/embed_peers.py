@@ -73,7 +73,7 @@ def build(name: str) -> nn.Module:
         return pretrained
     config, model, arguments = MODELS[name]
     torch.manual_seed(0)
-    made = getattr(transformers, config)(**arguments, attn_implementation="sdpa")
+    made = getattr(transformers, config)(**arguments)
     random: nn.Module = getattr(transformers, model)(made).eval()
     return random
 

@@ -21,6 +21,14 @@ Row = Mapping[str, str]
 _CARDS = {"NVIDIA H200": "", "AMD EPYC": ", one CPU thread"}
 #: lowerings that `pip install` of this package does not bring
 _OPTIONAL = frozenset({"fa4", "cudnn"})
+#: sides of embed_cpu.csv
+_EMBED = {
+    "attn_compiler": "ours",
+    "inductor": "Inductor",
+    "openvino": "OpenVINO",
+    "onnxruntime": "ONNX Runtime",
+    "ctranslate2": "CTranslate2",
+}
 #: of bench_memory.py
 _MEMORY = "memory_h200"
 
@@ -109,6 +117,22 @@ def _peaks(line: Line) -> str:
 
 def _cells(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
+
+
+def embedding() -> Iterator[str]:
+    """Of embed_cpu.csv: `encode` by each library at its fastest, with its error, in each class of error."""
+    for precision, words in (("exact", "float32"), ("bfloat16", "bfloat16"), ("int8", "int8")):
+        wanted = {"length": "0", "precision": precision, "device": "AMD EPYC"}
+        rows = [row for row in _matching("embed_cpu", wanted) if row["p50_ms"]]
+        best: dict[str, Row] = {}
+        for row in sorted(rows, key=lambda row: float(row["p50_ms"])):
+            best.setdefault(row["side"].split()[0], row)
+        found = (
+            f"{_EMBED[name]} {float(row['p50_ms']):.0f} ms ({float(row['error']):.0e})"
+            for name, row in best.items()
+            if name in _EMBED
+        )
+        yield f"- {words}: {', '.join(found)}"
 
 
 def beside_flex() -> str:

@@ -20,6 +20,7 @@ def test_readmes_table_is_made_from_the_rows() -> None:
     assert gains.summary() in README
     assert gains.held_out() in README
     assert gains.beside_flex() in README
+    assert "\n".join(gains.embedding()) in README
 
 
 def test_a_row_that_is_not_one_is_told() -> None:
