@@ -97,7 +97,7 @@ TEST_LINES = {
     "spec": 1461,
     "torch_private": 2398,  # ranges in profiles; a CUDA in use is planted; the folder of kernels is asked for here, no longer in lowerings
     "verifying": 3123,
-    "website": 714,  # README on embedding; pages leave Inductor as it was; a page of sharing; ratios; variables; made tables are held row by row
+    "website": 714,  # README on embedding; pages leave Inductor as it was; sharing; ratios; variables; made tables are held row by row
 }
 
 
