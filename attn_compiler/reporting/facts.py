@@ -16,7 +16,7 @@ STEPS_KEPT = 16
 #: the failed fact of a batch that ran padded without a wait
 MUCH_PADDING = "the batches before have padding to leave out"
 #: the condition of a packed call that fails where packing takes as long as the padding that it leaves out
-LITTLE_SAVED = "leaving padding out saves more than it takes"
+LITTLE_SAVED = "leaving tokens out saves more than it takes"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -152,6 +152,7 @@ def _check_graph(unit: Unit) -> None:
 
 def _run(unit: Unit, mirror: Mirror, found: FoundSites, shares: bool, not_shared: Reason | None) -> PackedTrial:
     padding, pairs = masks.padding_and_pairs(found.sites, _no_padding(mirror, found) if shares else None)
+    _unify_sizes(padding, found)
     of_sites = dict(zip(found.sites, pairs, strict=True))
     if shares:
         sharing.check_pairs(of_sites)
@@ -239,6 +240,15 @@ def _inputs(unit: Unit, graph: fx.Graph, analysis: Analysis, padding: Padding) -
         torch_packed.mark_own_input(last)
         made[name] = last
     return Tokens(**made)
+
+
+def _unify_sizes(padding: Padding, found: FoundSites) -> None:
+    """Guard that the mask has as many rows as the queries: a model that reads it by computed rows does not ask for that."""
+    mask = views.value(padding.tensor.node)
+    for site in found.sites:
+        q = site.match.anchor.args[0]
+        if isinstance(q, fx.Node) and mask.dim() == 2 and views.value(q).dim() == 4:
+            axes.unify(mask.shape[0], views.value(q).shape[0])
 
 
 def _shared_facts(found: FoundSites) -> tuple[str, ...]:

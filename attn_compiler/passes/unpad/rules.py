@@ -272,6 +272,12 @@ def _of_all(context: Context, node: fx.Node, dims: Dims) -> FormRecipe | None:
     return call(node, {x: operand_form(context, node, x, dims) for x in tensors})
 
 
+def _of_stacked(context: Context, node: fx.Node, dims: Dims) -> FormRecipe | None:
+    """Return the op on operands that have all axes of the result but the new one."""
+    at = int(views.argument(node, "dim", 0) or 0) % len(dims)  # type: ignore[call-overload]
+    return _of_all(context, node, (*dims[:at], *dims[at + 1 :]))
+
+
 def _of_losses(context: Context, node: fx.Node, dims: Dims) -> FormRecipe | None:
     logits, labels = node.all_input_nodes[:2]
     if context.value(logits).packed is None:
@@ -319,4 +325,5 @@ _RECIPES_OF_OPS: dict[object, _Recipe] = {
     aten.type_as.default: _of_cast,
     aten.to.other: _of_cast,
     aten.addmm.default: _of_second,
+    aten.stack.default: _of_stacked,
 }

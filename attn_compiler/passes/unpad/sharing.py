@@ -77,7 +77,7 @@ class SharedAnalysis(Analysis):
         value = super()._of_kind(node, given, result)
         if value.kind is not Kind.RETURNED:
             return value
-        stop = next((self._stops[x] for x in node.all_input_nodes if x in self._stops), None)
+        stop = self._stop(node)
         if stop is not None:
             self._stops[node] = stop
         # It may differ between rows, and is not there before the call.
@@ -90,14 +90,18 @@ class SharedAnalysis(Analysis):
             node.meta.get("val"), (torch.Tensor, tuple, list)
         ):
             return Value(kind=Kind.LOST, lost=why)
-        self._stops[node] = why
+        # The first such op above is to blame for all that follows.
+        self._stops[node] = self._stop(node) or why
         return Value(
             kind=Kind.RETURNED, dims=_fresh(node), returned=forms.call(node, dict.fromkeys(packed, "unpacked"))
         )
 
+    def _stop(self, node: fx.Node) -> KeepsPadding | None:
+        return next((self._stops[x] for x in node.all_input_nodes if x in self._stops), None)
+
     def _attention(self, node: fx.Node) -> Value:
         pairs = self._pairs.get(node)
-        stop = next((self._stops[x] for x in node.all_input_nodes if x in self._stops), None)
+        stop = self._stop(node)
         if pairs is not None and stop is not None:
             return Value(kind=Kind.LOST, lost=stop)
         value = super()._attention(node)

@@ -14,6 +14,7 @@ from attn_compiler.passes.unpad import agreeing
 from attn_compiler.passes.unpad.agreeing import shared_batch
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reporting.facts import UnpadReport
+from tests.interpreted_target import triton_interpreted
 from tests.passes.unpad import encoder
 from tests.passes.unpad.encoder import LENGTH, WIDTH, WORDS, Decoder, Encoder, mask_of
 
@@ -42,6 +43,14 @@ class Looking(Decoder):
         at = torch.arange(mask.shape[1])
         behind = at[:, None] - at[None, :]
         return ((behind <= self.back) & (behind >= -self.ahead))[None, None] & mask[:, None, None, :].bool()
+
+
+class Prefixed(Decoder):
+    """The first three tokens see each other."""
+
+    def allowed(self, mask: Tensor) -> Tensor:
+        at = torch.arange(mask.shape[1])
+        return ((at[:, None] >= at[None, :]) | (at < 3))[None, None] & mask[:, None, None, :].bool()
 
 
 class Unmasked(Encoder):
@@ -148,6 +157,45 @@ def test_sizes_may_be_symbols() -> None:
     assert encoder.report().kept is None
 
 
+class Picking(Decoder):
+    """Reads its mask by rows that it counts itself, as Transformers does."""
+
+    def forward(self, ids: Tensor, mask: Tensor, **further: Tensor) -> Any:
+        rows, at = torch.arange(ids.shape[0])[:, None], torch.arange(ids.shape[1])[None]
+        return super().forward(ids, mask[rows, at], **further)
+
+
+def test_a_mask_may_have_a_number_of_rows_of_its_own() -> None:
+    model = Picking().double()
+    function = encoder.compiled(model, unpad=False, share_prefix=True)
+    ids, mask = ids_of(), RIGHT.clone()
+    torch._dynamo.mark_dynamic(ids, 0)
+    torch._dynamo.mark_dynamic(mask, 0)
+    torch.testing.assert_close(function(ids, mask), model(ids, mask))
+    assert [step.number for step in encoder.report().last] == [44]
+
+
+def turned(x: Tensor) -> Tensor:
+    return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+
+
+def test_stacked_tokens_are_packed() -> None:
+    assert check(Decoder(between=turned), RIGHT).kept is None
+
+
+def test_kernels_of_a_gpu_serve_it() -> None:
+    model = Looking(3)
+    with triton_interpreted():
+        function = encoder.compiled(model, unpad=False, share_prefix=True, lowering="triton")
+        found = function(ids_of(), LEFT)
+        expected = model(ids_of(), LEFT)
+        torch.testing.assert_close(found, expected)
+        own, others = (encoder._gradients(x, model) for x in (found, expected))
+    torch.testing.assert_close(own, others, atol=1e-4, rtol=1e-4)
+    assert [site.decision.lowering for site in attn_compiler.reports()[-1].sites] == ["triton"]
+    assert [step.number for step in encoder.report().last] == [44]
+
+
 class Told(Decoder):
     """Adds a number of each token, or of each row."""
 
@@ -196,12 +244,13 @@ def test_equal_sums_of_other_numbers_are_seen(monkeypatch: pytest.MonkeyPatch) -
     [
         (Encoder(), Code.PADDING_MASK, "no token sees a later one"),
         (Looking(3, 1), Code.PADDING_MASK, "no token sees a later one"),
+        (Prefixed(), Code.PADDING_MASK, "all attentions leave out"),
         (Decoder(dropout=0.1), Code.PADDING_DRAWN, "each row draws its own random numbers"),
         (Decoder(between=lambda x: x.cumsum(1)), Code.MIXES_POSITIONS, "each op"),
         (Decoder(between=lambda x: x + torch.rand_like(x)), Code.PADDING_DRAWN, "each row draws"),
         (Decoder(between=lambda x: F.batch_norm(x.mT, None, None, training=True).mT), Code.MIXES_POSITIONS, "each op"),
     ],
-    ids=["both ways", "one ahead", "dropout", "sums", "noise", "batch norm"],
+    ids=["both ways", "one ahead", "a prefix that sees itself", "dropout", "sums", "noise", "batch norm"],
 )
 def test_what_keeps_rows_apart_is_named(model: nn.Module, code: Code, rule: str) -> None:
     model = model.double()
