@@ -60,7 +60,7 @@ LINES = {
     "passes/recovering": 6108,  # Transformer-XL's shift; squares over borders; computed places, alternatives, learned biases, symbols
     "passes/rewrites": 1221,  # the name of a model
     "passes/spelling": 2764,  # spells out quantised weights; checkpoints ask for themselves whether they are inlined
-    "passes/unpad": 3289,  # prompts that rows share; int8; the work that packing saves
+    "passes/unpad": 3310,  # prompts that rows share; int8; the work that packing saves
     "passes/writing": 2145,  # the name of a model; remedies of sites; with the state of delayed FP8 scaling, which stood in torch_private/
     "reasons": 835,  # names that begin so; a copy has a remedy, an estimate has words; a reason without a remedy has that of its page
     "reporting": 2958,  # prompts that rows share; checks print; names of models; a short report
@@ -84,14 +84,14 @@ TEST_LINES = {
     "fuzz": 9022,  # masks as algebra, computed sizes, faults in them; linear attention's resets and NaN; functions that change
     "gate": 697,
     "graphs": 144,
-    "hf": 8668,  # a limit that is told again; a hundred sizes of each family; a survey of four whole packages: files, configs, arguments
+    "hf": 8821,  # prompts that rows share; a limit that is told again; a hundred sizes of each family; a survey of four whole packages
     "index_expr": 1729,
     "integrations": 1273,  # small models are packed in tests
     "lowerings": 35873,  # tables of schedules and of intervals that begin alike
     "near_miss": 6846,
     "options": 322,  # prompts that rows share; names that begin so
     # The spellings of sinks are a table of their own.
-    "passes": 34609,  # prompts that rows share; int8 without padding, whatever it gains; symbolic head dims; masks read in full
+    "passes": 34658,  # prompts that rows share; int8 without padding, whatever it gains; symbolic head dims; masks read in full
     "reasons": 431,  # each remedy is held to one short sentence
     "reporting": 2664,  # prompts that rows share; names of models; the short report; each reason has a remedy
     "spec": 1461,
