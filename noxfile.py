@@ -64,7 +64,7 @@ def docs(session: nox.Session) -> None:
     session.run("python", "-m", "mkdocs", *(session.posargs or ("build", "--strict")), env={"NO_MKDOCS_2_WARNING": "1"})
 
 
-#: 4.57 is outside of the extra `models`: it is what docs/policy.md says of it, and no more.
+#: 4.57 is outside of the extra `models`: it is what docs/supported.md says of it, and no more.
 TRANSFORMERS = {"4.57": "transformers>=4.57,<4.58", "newest": "transformers>=5.17,<6"}
 
 

@@ -1,4 +1,4 @@
-"""Rows of docs/ways.md (ways.csv): each is of a test that there is, and every recipe has one."""
+"""Rows of docs/models.md (ways.csv): each is of a test that there is, and every recipe has one."""
 
 from __future__ import annotations
 
@@ -36,4 +36,4 @@ def test_every_recipe_has_a_row() -> None:
 
 
 def test_pages_lead_there() -> None:
-    assert "(ways.md)" in (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    assert "(models.md#ways-to-run-a-model)" in (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")

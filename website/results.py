@@ -1,4 +1,4 @@
-"""Tables of docs/benchmarks.md and docs/ratios.md: what was measured, a CSV a table."""
+"""Tables of docs/gain.md: what was measured, a CSV a table."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Source:
         ]
         measured = sorted((each for each in numbered if has_gain(each[0])), key=lambda each: float(each[0]["ratio"]))
         ratios = [float(row["ratio"]) for row, _ in measured]
-        yield f"## {self.words}\n"
+        yield f"### {self.words}\n"
         yield f"{len(ratios)} cases: geometric mean {statistics.geometric_mean(ratios):.2f}x, the slowest {min(ratios):.2f}x.\n"
         yield "| model | call | card | torch | date | Inductor, ms | ours, ms | gain |"
         yield "|---|---|---|---|---|---|---|---|"

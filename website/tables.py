@@ -61,7 +61,6 @@ TABLES: Mapping[str, Callable[[], str | Iterable[str]]] = {
     "gain_flex": _gain_flex,
     "gain_sdpa": lambda: gains.measured("sdpa"),
     "gain_summary": _gain_summary,
-    "gains": lambda: f"{gains.summary()}.",
     "glance": results.glance,
     "libraries": supported.versions,
     "machines": supported.of_machines,

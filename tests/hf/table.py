@@ -1,4 +1,4 @@
-"""The survey's results as a CSV (a row a case), and the tables of docs/survey.md (a row a family, then what failed and what is absent)."""
+"""The survey's results as a CSV (a row a case), and the tables of docs/models.md (a row a family, then what failed and what is absent)."""
 
 from __future__ import annotations
 

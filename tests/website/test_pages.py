@@ -84,7 +84,7 @@ def test_every_option_is_described() -> None:
     words = options.described()
     assert set(words) == {field.name for field in dataclasses.fields(Options)}
     assert all(text.endswith((".", ").")) for text in words.values())
-    assert "| `unpad` | `False` |" in tables.shown(DOCS / "reference/options.md")
+    assert "| `unpad` | `False` |" in tables.shown(DOCS / "reference/api.md")
 
 
 def test_readmes_numbers_are_those_of_the_rows_that_they_link_to() -> None:
@@ -171,7 +171,7 @@ def test_what_is_copied_is_there() -> None:
 def test_every_variable_that_is_read_is_on_the_page_of_options() -> None:
     sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "attn_compiler").rglob("*.py"))
     read = re.findall(r"""(?:environ(?:\.get)?[\[(]|_VARIABLE = )["']([A-Z0-9_]+)["']""", sources)
-    page = (DOCS / "reference/options.md").read_text(encoding="utf-8")
+    page = (DOCS / "reference/api.md").read_text(encoding="utf-8")
     assert {"ATTN_COMPILER_DUMP_DIR", "TRITON_INTERPRET", "DISABLE_MMA_V3"} <= set(read)
     assert [name for name in read if name not in page] == []
 
@@ -299,9 +299,9 @@ def test_a_ratio_leads_to_its_row_and_the_slowest_comes_first(source: results.So
 
 def test_held_out_models_come_first_and_a_wrong_one_has_no_gain() -> None:
     text = results.ratios()
-    assert text.startswith("## Held-out models\n")
+    assert text.startswith("### Held-out models\n")
     wrong = [row for row in rows_of("held_out_h200") if not has_gain(row)]
-    told = text[text.index("Wrong, or without") : text.index("## Models\n")]
+    told = text[text.index("Wrong, or without") : text.index("### Models\n")]
     assert wrong
     assert [row for row in wrong if f"{row['model']} ({row['call']})" not in told] == []
 

@@ -107,7 +107,7 @@ def order(spec: AttentionSpec, target: Target) -> tuple[str, ...]:
 
 def _of_latent(spec: AttentionSpec, target: Target) -> tuple[str, ...]:
     """Return the lowerings that come first for a latent: they read a few bytes of each key, where others need k and v made
-    (docs/mla.md)."""
+    (docs/decode_kernels.md)."""
     if spec.latent is None:
         # One of them is enough to report the reason.
         return OF_LATENT[-1:] if spec.no_latent is not None else ()

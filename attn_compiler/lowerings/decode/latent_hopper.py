@@ -1,5 +1,5 @@
 """Limits of our Hopper kernel over a latent (kernels/latent_sm90.py), as reasons. The Triton kernel takes the rest: on an H200 the Hopper
-kernel was 1.3 to 2.2 times as fast from 64 heads on, and slower with 16 (docs/mla.md). Imports no Triton."""
+kernel was 1.3 to 2.2 times as fast from 64 heads on, and slower with 16 (docs/decode_kernels.md). Imports no Triton."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 The key holds what is known of the symbols. It does not hold the sizes of this call. So a question has the same answer wherever the key is
 found, unless PyTorch answers it by this call's sizes. Each such answer is a guard. The file keeps these guards. A rewrite is repeated
 only for a call in which all of them hold, and every later call is asked for them. Afterwards as much must be known of the symbols as was
-known after the passes (docs/warm_starts.md).
+known after the passes (docs/rewrites.md).
 """
 
 from __future__ import annotations

@@ -16,7 +16,9 @@ COLUMNS = (
     "seconds", "detail",
 )  # fmt: skip
 #: characters of a reason on the page; the CSV has all of it
-_MOST = 240
+_MOST = 150
+#: names of models in a cell
+_NAMES = 8
 
 
 def write_csv(rows: Sequence[Row], path: Path) -> None:
@@ -64,7 +66,7 @@ def lines(rows: Sequence[Row]) -> list[str]:
     return [
         *_summary(rows),
         "",
-        "## The table",
+        "### The table",
         "",
         "| model | call | found | misses | masks | " + " | ".join(TARGETS) + " |",
         "|---" * (5 + len(TARGETS)) + "|",
@@ -130,7 +132,7 @@ def _by_reason(rows: Sequence[Row]) -> Iterator[tuple[str, Row]]:
     for _, machine, reason in told:
         machines.setdefault(reason, {})[machine] = None
     for row, _, reason in told:
-        yield f"{', '.join(machines[reason])}: {_short(reason)}", row
+        yield f"{', '.join(machines[reason])}: {reason}", row
 
 
 def _of_any_length(miss: str) -> str:
@@ -146,8 +148,14 @@ def _section(title: str, rows: Iterable[tuple[str, Row]]) -> list[str]:
     """Each text with the models that it is said of."""
     models: dict[str, dict[str, None]] = {}
     for text, row in rows:
-        models.setdefault(text, {})[row.model] = None
+        models.setdefault(_short(text), {})[row.model] = None
     if not models:
         return []
-    told = [f"- {', '.join(names)}: {text}" for text, names in models.items()]
-    return [f"## {title}", "", *told, ""]
+    told = [f"| {text} | {_few([*names])} |" for text, names in models.items()]
+    return [f"### {title}", "", "| what | models |", "|---|---|", *told, ""]
+
+
+def _few(names: Sequence[str]) -> str:
+    """The first names, and how many more there are: the rows have all."""
+    more = len(names) - _NAMES
+    return ", ".join(names[:_NAMES]) + (f" and {more} more" if more > 0 else "")
