@@ -84,7 +84,7 @@ TEST_LINES = {
     "fuzz": 9022,  # masks as algebra, computed sizes, faults in them; linear attention's resets and NaN; functions that change
     "gate": 697,
     "graphs": 144,
-    "hf": 8829,  # reasons in cells; prompts that rows share; a limit that is told again; a hundred sizes of each family; a survey of packages
+    "hf": 8829,  # cells of reasons; shared prompts; a limit that is told again; a hundred sizes of each family; a survey of packages
     "index_expr": 1729,
     "integrations": 1273,  # small models are packed in tests
     "lowerings": 35873,  # tables of schedules and of intervals that begin alike
