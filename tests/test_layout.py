@@ -43,13 +43,13 @@ LINES = {
     "lowerings/fp8": 1764,
     "lowerings/graph_ops": 553,
     "lowerings/hopper": 5519,
-    "lowerings/linear": 2957,  # numbers that are not finite stay on their side in the kernels, too
+    "lowerings/linear": 2987,  # tiles that stay in registers, parts by integers; numbers that are not finite stay on their side
     "lowerings/plain": 701,
     "lowerings/rows": 615,  # runs whose ends go on by one key a query, as in rows that share a prompt
     "lowerings/sdpa": 355,
     "lowerings/shared": 10237,  # documents of 64 bits; Hopper needs one class of lengths
     "lowerings/triton": 1403,
-    "options": 316,  # prompts that rows share; options that are not the default; reads sources without pathlib
+    "options": 322,  # precision of linear attention; prompts that rows share; reads sources without pathlib
     "passes": 21,
     "passes/context_parallel": 3401,  # with the record of a shared graph, which stood in graph/
     "passes/graph": 6096,  # copies of caches have a remedy; constants of one number are equal; which nodes are in sites
@@ -61,10 +61,10 @@ LINES = {
     "passes/rewrites": 1221,  # the name of a model
     "passes/spelling": 2764,  # spells out quantised weights; checkpoints ask for themselves whether they are inlined
     "passes/unpad": 3310,  # prompts that rows share; int8; the work that packing saves
-    "passes/writing": 2145,  # the name of a model; remedies of sites; with the state of delayed FP8 scaling, which stood in torch_private/
+    "passes/writing": 2150,  # precision of linear attention; remedies of sites; with the state of delayed FP8 scaling
     "reasons": 835,  # names that begin so; a copy has a remedy, an estimate has words; a reason without a remedy has that of its page
     "reporting": 2958,  # prompts that rows share; checks print; names of models; a short report
-    "spec": 2096,  # whether kernels use AVX-512
+    "spec": 2100,  # precision of linear attention; whether kernels use AVX-512
     # Says what is compiled for another process; the kernels folder is set for graphs with CUDA; a switch of Dynamo is set for each call.
     "torch_private": 3431,  # a module called as compiled; other names of ops; opens tensors that wrap others; ranges in profiles
     "verifying": 2672,
@@ -87,11 +87,11 @@ TEST_LINES = {
     "hf": 8829,  # cells of reasons; shared prompts; a limit that is told again; a hundred sizes of each family; a survey of packages
     "index_expr": 1729,
     "integrations": 1273,  # small models are packed in tests
-    "lowerings": 35873,  # tables of schedules and of intervals that begin alike
+    "lowerings": 35881,  # tables of schedules and of intervals that begin alike
     "near_miss": 6846,
-    "options": 322,  # prompts that rows share; names that begin so
+    "options": 324,  # prompts that rows share; names that begin so
     # The spellings of sinks are a table of their own.
-    "passes": 34658,  # prompts that rows share; int8 without padding, whatever it gains; symbolic head dims; masks read in full
+    "passes": 34671,  # prompts that rows share; int8 without padding, whatever it gains; symbolic head dims; masks read in full
     "reasons": 431,  # each remedy is held to one short sentence
     "reporting": 2664,  # prompts that rows share; names of models; the short report; each reason has a remedy
     "spec": 1461,

@@ -22,6 +22,7 @@ TIME_VARIABLE = "ATTN_COMPILER_TIME_KERNELS"
 INNER_COMPILERS = ("inductor", "aot_eager", "eager")
 KEEP_ATTENTION = "keep_attention"
 CHECKPOINTS = ("recompute", KEEP_ATTENTION)
+PRECISIONS = ("exact", "fla")
 #: Removed options, with the advice of their UnknownOption.
 GONE: Mapping[str, str] = {
     "autotune": "It is gone since 0.3.0: leave it out. The tiles of our Triton kernels come from a table.",
@@ -50,6 +51,8 @@ class Options:
     checkpoint: attention under gradient checkpointing. "recompute" computes it again in the backward, as everything else.
         "keep_attention" keeps its output and its logsumexp, so that its forward runs once a step (docs/checkpoints.md). Not beside
         context_parallel.
+    linear_precision: of `linear_triton` in bfloat16. "exact" errs at most twice as much as the model's own function, "fla" as much as
+        flash-linear-attention, and is faster (docs/linear.md).
     cache_rewrites: keep the passes' results on disk, beside Inductor's, and repeat them in a later process instead of running the passes.
         The environment variable ATTN_COMPILER_CACHE_REWRITES=0 is another default.
     time_kernels: on a GPU, time several lowerings for sites without a measured row, and take the fastest (docs/choosing.md). The
@@ -69,6 +72,7 @@ class Options:
     share_prefix: bool = False
     context_parallel: ContextParallel | None = None
     checkpoint: str = "recompute"
+    linear_precision: str = "exact"
     cache_rewrites: bool = field(default=True, metadata={"changes_code": False})
     time_kernels: bool = False
 
@@ -92,6 +96,8 @@ class Options:
         _require(
             self.checkpoint in CHECKPOINTS, "checkpoint", f"one of {', '.join(map(repr, CHECKPOINTS))}", self.checkpoint
         )
+        expected = f"one of {', '.join(map(repr, PRECISIONS))}"
+        _require(self.linear_precision in PRECISIONS, "linear_precision", expected, self.linear_precision)
         if self.is_context_parallel:
             # An untouched attention would attend to a part of the sequence only.
             object.__setattr__(self, "strict", True)

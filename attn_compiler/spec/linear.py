@@ -30,6 +30,7 @@ class LinearForm(Coded):
     softplus: dt goes through softplus.
     limits: the clamp of dt.
     out_dtype, state_dtype: of the function's results.
+    precision: "exact", or "fla": as exact as flash-linear-attention, with which the user asked `linear_triton` to compute it.
     """
 
     function: str
@@ -42,6 +43,7 @@ class LinearForm(Coded):
     limits: tuple[float, float] | None = None
     out_dtype: str = "float32"
     state_dtype: str = "float32"
+    precision: str = "exact"
 
     @property
     def has_state(self) -> bool:
@@ -93,4 +95,6 @@ class LinearSpec:
         grouped = "" if self.num_heads_k == self.num_heads_v else f", {self.num_heads_k} of q and k"
         decay = "channel" if self.form.channel else "head"
         state = ", with a state" if self.form.has_state else ""
-        return f"{self.form.name}, {heads}{grouped}, decay a {decay}{state}"
+        is_exact = self.form.precision == "exact" or self.dtype != "bfloat16"
+        tier = "" if is_exact else f", as exact as {self.form.precision}"
+        return f"{self.form.name}, {heads}{grouped}, decay a {decay}{state}{tier}"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from attn_compiler.lowerings.linear.kernels import backward as backward_kernels, forward as kernels, pieces as joining
-from attn_compiler.lowerings.linear.triton_sizes import LinearSizes, empty, state_strides, wide
+from attn_compiler.lowerings.linear.triton_sizes import SHORT, LinearSizes, empty, state_strides, wide
 from attn_compiler.lowerings.linear.triton_tensors import LinearTensors
 
 #: processors assumed without a GPU: those of an H100
@@ -51,23 +51,15 @@ def states(call: LinearTensors) -> Pieces:
     sizes = call.sizes
     pieces = Pieces.of(sizes, _processors(call.same.device), is_delta=call.is_delta)
     if pieces.many == 1:
-        call.run(kernels.state_pass, sizes.rows * sizes.blocks, 4, stages_of(call), **edge_strides(call))
+        _run(call, kernels.state_pass, sizes.rows * sizes.blocks, **edge_strides(call))
         return pieces
     columns = _columns(sizes, is_delta=call.is_delta)
     many = (sizes.batch, sizes.heads, pieces.many)
     call.named["wholes"] = empty((*many, wide(sizes.dim_k), columns), call.named["q"])
     alone = call.without("out", "last", "states", "values", "skip").having(locals=call.named["wholes"])
     programs = sizes.rows * pieces.many * (columns // sizes.columns)
-    alone.run(
-        kernels.state_pass,
-        programs,
-        4,
-        stages_of(call),
-        part="alone",
-        WIDE=columns,
-        **pieces.numbers,
-        **edge_strides(call),
-    )
+    numbers = {"WIDE": columns, **pieces.numbers, **edge_strides(call)}
+    _run(alone, kernels.state_pass, programs, part="alone", **numbers)
     between = empty((*many, sizes.dim_k, sizes.dim_v), call.named["q"])
     edge = call.named.get("first")
     joined = call.having(locals=call.named["wholes"], between=between, **({} if edge is None else {"edge": edge}))
@@ -75,7 +67,7 @@ def states(call: LinearTensors) -> Pieces:
     _join(joined, pieces, columns, is_reversed=False, columns=columns, order=order)
     after = call.having(first=between)
     numbers = {**edge_strides(call), **_piece_strides(between, "first"), **pieces.numbers}
-    after.run(kernels.state_pass, sizes.rows * pieces.many * sizes.blocks, 4, stages_of(call), part="pieces", **numbers)
+    _run(after, kernels.state_pass, sizes.rows * pieces.many * sizes.blocks, part="pieces", **numbers)
     return pieces
 
 
@@ -87,19 +79,19 @@ def reverse(call: LinearTensors, pieces: Pieces) -> None:
     )
     kernel, programs = backward_kernels.reverse_pass, sizes.rows * pieces.many * sizes.blocks
     if pieces.many == 1:
-        call.run(kernel, programs, 4, stages_of(call), **strides)
+        _run(call, kernel, programs, **strides)
         return
     many, width = (sizes.batch, sizes.heads, pieces.many), wide(sizes.dim_v)
     part = empty((*many, wide(sizes.dim_k), width), last)
     alone = call.without("grad_first", "afters", "grad_values").having(locals=part)
-    alone.run(kernel, programs, 4, stages_of(call), part="alone", **strides, **pieces.numbers)
+    _run(alone, kernel, programs, part="alone", **strides, **pieces.numbers)
     between = empty((*many, sizes.dim_k, sizes.dim_v), last)
     joined = call.having(locals=part, between=between, edge=last)
     columns = call.named["wholes"].shape[-1]
     order = state_strides(call.form, last, "edge")
     _join(joined, pieces, width, is_reversed=True, columns=columns, order=order)
     numbers = {**strides, **_piece_strides(between, "last"), **pieces.numbers}
-    call.having(grad_last=between).run(kernel, programs, 4, stages_of(call), part="pieces", **numbers)
+    _run(call.having(grad_last=between), kernel, programs, part="pieces", **numbers)
 
 
 def _columns(sizes: LinearSizes, *, is_delta: bool) -> int:
@@ -123,9 +115,11 @@ def _piece_strides(between: torch.Tensor, name: str) -> dict[str, int]:
     return {f"{name}_{letter}": between.stride(at) for at, letter in enumerate("bhpkv")}
 
 
-def stages_of(call: LinearTensors) -> int:
-    """Return the stages of a pass over states: the next chunk's tiles are prefetched where shared memory has room for two chunks."""
-    return 1 if call.form.channel or not call.sizes.parts else 2
+def _run(call: LinearTensors, kernel: Any, programs: int, part: str = "", **numbers: Any) -> None:
+    """Launch a pass. The next chunk's tiles are prefetched where shared memory has room for two chunks."""
+    is_large = call.form.channel and call.sizes.chunk > SHORT and call.sizes.parts > 1
+    stages = 1 if is_large or not call.sizes.parts else 2
+    call.run(kernel, programs, call.sizes.warps, stages, part=part, **numbers)
 
 
 def edge_strides(call: LinearTensors) -> dict[str, Any]:

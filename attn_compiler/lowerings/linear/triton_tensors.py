@@ -9,35 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
-from attn_compiler.lowerings.linear.triton_sizes import LinearSizes, in_half, readable, strides, tile
+from attn_compiler.lowerings.linear.triton_sizes import PARTS, SHORT, LinearSizes, in_half, readable, strides, tile
 from attn_compiler.lowerings.shared.launching.launch import Arguments, ReadyKernel, launch
 from attn_compiler.lowerings.shared.launching.replaying import CallCache, call_cache
 from attn_compiler.spec.linear import LinearForm
 
 #: axes of operands, for the names of their strides
 AXES = {"q": "bsh", "k": "bsh", "v": "bsh", "g": "bsh", "beta": "bsh"}
-
-#: tensors of kernels that may be absent
-_OPTIONAL = (
-    "Skip",
-    "First",
-    "Out",
-    "Last",
-    "States",
-    "Values",
-    "Afters",
-    "Grad_values",
-    "Inverse",
-    "Queries",
-    "Early",
-    "Later",
-    "Grad_first",
-    "Part_skip",
-    "Part_beta",
-    "Locals",
-    "Wholes",
-    "Edge",
-)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -61,7 +39,11 @@ class LinearTensors:
             for name, x in given.items()
             if x is not None
         }
-        sizes = LinearSizes.of(named["q"], named["v"], is_half=in_half(named["q"], named["k"], named["v"]))
+        is_half = in_half(named["q"], named["k"], named["v"])
+        sizes = LinearSizes.of(named["q"], named["v"], is_half=is_half, precision=form.precision)
+        if form.channel and op == "linear_chunks" and sizes.parts == PARTS["exact"]:
+            # Two chunks of tiles in three parts fill the shared memory.
+            sizes = dataclasses.replace(sizes, chunk=SHORT)
         same = call_cache(op, f"{text} {list(named)}", [*named.values(), *more])
         return LinearTensors(form=form, sizes=sizes, named=named, same=same)
 
@@ -91,15 +73,14 @@ class LinearTensors:
         }
 
     def arguments(self, kernel: Any, programs: int, warps: int = 4, stages: int = 2, **more: Any) -> Arguments:
-        """Arguments of a kernel, whose tensors have the names of `named`, capitalised."""
-        tensors = {name: name.lower() for name in kernel.arg_names if name[0].isupper() and name.lower() in self.named}
-        absent = {name: None for name in _OPTIONAL if name in kernel.arg_names}
+        """Arguments of a kernel, whose tensors have the names of `named`, capitalised. None: one that the call does not have."""
         numbers = {**self.numbers, **more}
+        tensors = [name for name in kernel.arg_names if name[0].isupper() and name not in numbers]
         return Arguments(
             grid=(programs, 1, 1),
-            tensors={**absent, **tensors},
+            tensors={name: name.lower() if name.lower() in self.named else None for name in tensors},
             numbers={name: value for name, value in numbers.items() if name in kernel.arg_names},
-            tile=tile(self.sizes, warps, stages),
+            tile=tile(self.sizes, warps, stages, more.get("registers")),
         )
 
     def run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Sequence
 
@@ -44,8 +45,12 @@ def _lowered(gm: fx.GraphModule, options: Options) -> dict[tuple[LinearSpec, Dec
         for node in calls:
             operands, text = node.args
             tensors = [x.meta["example_value"] for x in operands]  # type: ignore[union-attr]
-            spec = deciding.call_of(LinearForm.from_text(str(text)), tensors)
+            form = LinearForm.from_text(str(text))
+            spec = deciding.call_of(form, tensors)
             decision = deciding.chosen(spec, options)
+            if decision.lowering == "linear_triton":
+                spec = dataclasses.replace(spec, form=dataclasses.replace(form, precision=options.linear_precision))
+                node.args = (operands, spec.form.text)
             every = lowerings.linear_table.LINEAR_LOWERINGS
             # None: the model's own function.
             lowering = next((one for one in every if one.name == decision.lowering), None)

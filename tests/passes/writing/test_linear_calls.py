@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -81,6 +82,18 @@ def test_a_lowering_takes_the_place_of_each_call() -> None:
         "gated delta rule, 4 heads of 5/7, 2 of q and k, decay a head, with a state",
     )
     assert row.function == "models:delta"
+
+
+def test_the_precision_that_the_user_asked_for_is_that_of_our_kernels_alone() -> None:
+    for lowering, precision in (("linear_triton", "fla"), ("linear_reference", "exact")):
+        gm, _ = _graph()
+        (row,) = _lower(gm, Options(lowering=lowering, linear_precision="fla"))
+        (call, *_) = [node for node in gm.graph.nodes if str(node.target) == f"attn_compiler.{lowering}.default"]
+        assert LinearForm.from_text(call.args[1]).precision == row.spec.form.precision == precision
+        # In float32 there is one precision.
+        assert "fla" not in row.spec.words
+        told = dataclasses.replace(row.spec, dtype="bfloat16").words
+        assert told.endswith(", as exact as fla") == (precision == "fla")
 
 
 def test_a_call_without_a_lowering_is_the_model_own_function() -> None:

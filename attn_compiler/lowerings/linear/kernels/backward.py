@@ -38,9 +38,9 @@ from attn_compiler.lowerings.shared.kernels.releases_assembler_sm90 import assem
 
 @assembled_jit(do_not_specialize=["length", "chunks", "pieces", "of_piece"])
 def reverse_pass(
-    Q, K, Beta, Grad, Inverse, Pairs, Sums, Norms, Queries, Early, Later, Grad_last, Afters, Grad_values, Grad_first, Locals,
+    Q, K, Grad, Inverse, Pairs, Sums, Factors, Queries, Early, Later, Grad_last, Afters, Grad_values, Grad_first, Locals,
     heads, group, length, chunks, pieces, of_piece,
-    q_b, q_s, q_h, k_b, k_s, k_h, beta_b, beta_s, beta_h, last_b, last_h, last_k, last_v, last_p, first_b, first_h, first_k, first_v,
+    q_b, q_s, q_h, k_b, k_s, k_h, last_b, last_h, last_k, last_v, last_p, first_b, first_h, first_k, first_v,
     C: tl.constexpr, DK: tl.constexpr, WK: tl.constexpr, DV: tl.constexpr, WV: tl.constexpr, BV: tl.constexpr,
     DELTA: tl.constexpr, CHANNEL: tl.constexpr, PARTS: tl.constexpr, PLANES: tl.constexpr,
 ):  # fmt: skip
@@ -54,64 +54,65 @@ def reverse_pass(
     i, d, e = tl.arange(0, C), tl.arange(0, WK), tl.program_id(0) % columns * BV + tl.arange(0, BV)
     Q += batch * q_b + head // group * q_h
     K += batch * k_b + head // group * k_h
-    Beta += batch * beta_b + head * beta_h
     Grad += batch * length * heads * DV + head * DV
+    # Tiles are turned, as in forward.py.
     if Locals is not None:
-        after = tl.zeros([WK, BV], tl.float32)
+        after = tl.zeros([BV, WK], tl.float32)
     else:
         at_last = Grad_last + batch * last_b + head * last_h + piece * last_p
-        after = of_state(at_last, d, e, last_k, last_v, DK, WK, DV, WV)
+        after = tl.trans(of_state(at_last, d, e, last_k, last_v, DK, WK, DV, WV))
     end_chunk = tl.minimum(piece * of_piece + of_piece, chunks)
     for step in tl.range(0, end_chunk - piece * of_piece):
         chunk = end_chunk - 1 - step
         at = row * chunks + chunk
         token = chunk * C + i
         if Locals is None:
-            store_state(Afters + at * DK * DV, after, d, e, DV, 1, DK, WK, DV, WV)
+            store_state(Afters + at * DK * DV, tl.trans(after), d, e, DV, 1, DK, WK, DV, WV)
         of_keys, of_all = at * PLANES * C * WK + i[:, None] * WK + d[None, :], C * WK
-        do = rows(Grad, token, length, heads * DV, e, DV, WV)
+        factors = Factors + at * 5 * C + i
+        do = tl.trans(rows(Grad, token, length, heads * DV, e, DV, WV))
         if CHANNEL:
-            before = after * tl.exp(tl.load(Sums + at * C * WK + (C - 1) * WK + d))[:, None]
-            before = stored_product(Queries, of_keys, of_all, do, True, PARTS, before)
+            before = after * tl.exp(tl.load(Sums + at * C * WK + (C - 1) * WK + d))[None, :]
+            before = stored_product(do, Queries, of_keys, of_all, False, PARTS, before)
         else:
-            q, b = rows(Q, token, length, q_s, d, DK, WK), tl.load(Norms + at * 2 * C + i)
-            c, end, rest = sums_of(Sums + at * 2 * C, i, C)
-            before = after * tl.exp(end)
-            before = product(tl.trans(q), do.to(tl.float32) * (tl.exp(c) * b)[:, None], PARTS, before)
+            q = rows(Q, token, length, q_s, d, DK, WK)
+            before = after * tl.exp(tl.load(Sums + at * 2 * C + C - 1))
+            before = product(do.to(tl.float32) * tl.load(factors)[None, :], q, PARTS, before)
         if DELTA:
             of_pairs, plane = at * PLANES * C * C + i[:, None] * C + i[None, :], C * C
             # A gradient that is not finite reaches no token after its own.
             is_bad, last, clean = has_bad(do.to(tl.float32)), tl.zeros([BV], tl.int32) - 1, do
             if is_bad:
-                last = last_bad(do.to(tl.float32), i)
+                last = last_bad(tl.trans(do).to(tl.float32), i)
                 clean = without_bad(do.to(tl.float32)).to(do.dtype)
-            du = stored_product(Pairs, of_pairs, plane, clean, True, PARTS)
+            du = stored_product(clean, Pairs, of_pairs, plane, False, PARTS)
             if CHANNEL:
-                du = stored_product(Later, of_keys, of_all, after, False, PARTS, du)
+                du = stored_product(after, Later, of_keys, of_all, True, PARTS, du)
             else:
-                k, a = rows(K, token, length, k_s, d, DK, WK), tl.load(Norms + at * 2 * C + C + i)
-                du += product(k, after, PARTS) * (tl.exp(rest) * a)[:, None]
-            dx = stored_product(Inverse, of_pairs, plane, du, True, PARTS)
+                k = rows(K, token, length, k_s, d, DK, WK)
+                du += product(after, tl.trans(k), PARTS) * tl.load(factors + 2 * C)[None, :]
+            dx = stored_product(du, Inverse, of_pairs, plane, False, PARTS)
             if is_bad:
-                dx = tl.where(i[:, None] <= last[None, :], float("nan"), dx)
+                dx = tl.where(i[None, :] <= last[:, None], float("nan"), dx)
             if Locals is None:
-                store_rows(Grad_values + at * C * DV, dx, i, C, DV, e, DV, WV)
-            dx *= numbers(Beta, token, length, beta_s)[:, None]
+                store_rows(Grad_values + at * C * DV, tl.trans(dx), i, C, DV, e, DV, WV)
+            dx *= tl.load(factors + 3 * C)[None, :]
             if CHANNEL:
-                before -= stored_product(Early, of_keys, of_all, dx, True, PARTS)
+                before -= stored_product(dx, Early, of_keys, of_all, False, PARTS)
             else:
-                before -= product(tl.trans(k), dx * (tl.exp(c) * a)[:, None], PARTS)
+                before -= product(dx * tl.load(factors + C)[None, :], k, PARTS)
         after = before
     if Locals is not None:
-        store_state(Locals + (row * pieces + piece) * WK * WV, after, d, e, WV, 1, WK, WK, WV, WV)
+        at_local = Locals + (row * pieces + piece) * WK * WV
+        store_state(at_local, tl.trans(after), d, e, WV, 1, WK, WK, WV, WV)
     if Grad_first is not None and piece == 0:
         at_first = Grad_first + batch * first_b + head * first_h
-        store_state(at_first, after, d, e, first_k, first_v, DK, WK, DV, WV)
+        store_state(at_first, tl.trans(after), d, e, first_k, first_v, DK, WK, DV, WV)
 
 
 @assembled_jit(do_not_specialize=["length", "chunks"])
 def value_gradients(
-    K, V, Beta, Skip, Grad, Pairs, Sums, Norms, Afters, Grad_v, Grad_beta, Part_skip,
+    K, V, Beta, Skip, Grad, Pairs, Factors, Afters, Grad_v, Grad_beta, Part_skip,
     heads, group, length, chunks, k_b, k_s, k_h, v_b, v_s, v_h, beta_b, beta_s, beta_h,
     C: tl.constexpr, DK: tl.constexpr, WK: tl.constexpr, DV: tl.constexpr, WV: tl.constexpr, BV: tl.constexpr,
     PARTS: tl.constexpr, PLANES: tl.constexpr,
@@ -125,8 +126,7 @@ def value_gradients(
     token = chunk * C + i
     k = rows(K + batch * k_b + head // group * k_h, token, length, k_s, d, DK, WK)
     of_pairs, plane = at * PLANES * C * C + i[:, None] * C + i[None, :], C * C
-    _, _, rest = sums_of(Sums + at * 2 * C, i, C)
-    late = tl.exp(rest) * tl.load(Norms + at * 2 * C + C + i)
+    late = tl.load(Factors + at * 5 * C + 2 * C + i)
     beta = numbers(Beta + batch * beta_b + head * beta_h, token, length, beta_s)
     dbeta, dskip = tl.zeros([C], tl.float32), 0.0
     to_v = batch * length * heads * DV + head * DV
@@ -135,7 +135,8 @@ def value_gradients(
         after = of_state(Afters + at * DK * DV, d, e, DV, 1, DK, WK, DV, WV)
         do = rows(Grad + to_v, token, length, heads * DV, e, DV, WV)
         v = rows(V + batch * v_b + head * v_h, token, length, v_s, e, DV, WV).to(tl.float32)
-        dy = stored_product(Pairs, of_pairs, plane, without_bad(do.to(tl.float32)).to(do.dtype), True, PARTS)
+        clean = without_bad(do.to(tl.float32)).to(do.dtype)
+        dy = tl.trans(stored_product(tl.trans(clean), Pairs, of_pairs, plane, False, PARTS))
         dy = tl.where(i[:, None] <= last_bad(do.to(tl.float32), i)[None, :], float("nan"), dy)
         dy += product(k, after, PARTS) * late[:, None]
         dbeta += tl.sum(dy * v, 1)

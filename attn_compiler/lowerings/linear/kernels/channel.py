@@ -10,7 +10,15 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from attn_compiler.lowerings.linear.kernels.tiles import inverse, norm_factor, numbers, product, rows, store_parts
+from attn_compiler.lowerings.linear.kernels.tiles import (
+    has_bad,
+    inverse,
+    norm_factor,
+    numbers,
+    product,
+    rows,
+    store_parts,
+)
 from attn_compiler.lowerings.shared.kernels.releases_assembler_sm90 import assembled_jit
 
 
@@ -68,8 +76,9 @@ def channel_pairs(
     q = rows(Q, chunk * C + own, length, q_s, d, DK, WK).to(tl.float32) * tl.load(Norms + own)[:, None]
     k = rows(K, chunk * C + own, length, k_s, d, DK, WK).to(tl.float32) * tl.load(Norms + C + own)[:, None]
     grown = tl.exp(c_own - base[None, :])
-    pairs, lower = product(q * grown, tl.trans(keys), PARTS), product(k * grown, tl.trans(keys), PARTS)
-    for one in tl.range(0, 16):
+    pairs = tl.trans(product(keys, tl.trans(q * grown), PARTS))
+    lower = tl.trans(product(keys, tl.trans(k * grown), PARTS))
+    for one in tl.static_range(16):
         j = block * 16 + one
         # The chunk's last rows may be beyond the sequence; a and k are 0 there.
         is_key = (d < DK) & (chunk * C + j < length)
@@ -86,11 +95,18 @@ def channel_pairs(
     tl.store(Lower + at * C * C + of_pairs, tl.where(own[:, None] > i[None, :], lower, 0.0))
 
 
-@assembled_jit
-def channel_inverse(Lower, Inverse, C: tl.constexpr, PARTS: tl.constexpr, PLANES: tl.constexpr):
-    """Compute T of L. Grid: (chunks B H,)."""
+@assembled_jit(do_not_specialize=["length", "chunks"])
+def channel_inverse(
+    Beta, Lower, Inverse, Factors, heads, length, chunks, beta_b, beta_s, beta_h,
+    C: tl.constexpr, PARTS: tl.constexpr, PLANES: tl.constexpr,
+):  # fmt: skip
+    """Compute T of L. Grid: (chunks B H,). Factors: the last two alone."""
     at = tl.program_id(0).to(tl.int64)
+    row, chunk = at // chunks, (at % chunks).to(tl.int32)
     i = tl.arange(0, C)
     of_pairs = i[:, None] * C + i[None, :]
-    found = inverse(tl.load(Lower + at * C * C + of_pairs), C, PARTS)
+    found = inverse(tl.load(Lower + at * C * C + of_pairs), Inverse + at * PLANES * C * C, C, PARTS)
     store_parts(Inverse, at * PLANES * C * C + of_pairs, C * C, found, PARTS)
+    beta = numbers(Beta + row // heads * beta_b + row % heads * beta_h, chunk * C + i, length, beta_s)
+    tl.store(Factors + at * 5 * C + 3 * C + i, beta)
+    tl.store(Factors + at * 5 * C + 4 * C + i, tl.where(has_bad(found), float("nan"), beta))

@@ -36,14 +36,15 @@ from attn_compiler.lowerings.shared.kernels.releases_assembler_sm90 import assem
 
 @assembled_jit(do_not_specialize=["length", "chunks"])
 def head_chunks(
-    Q, K, G, Beta, Inverse, Pairs, Sums, Norms,
+    Q, K, G, Beta, Inverse, Pairs, Sums, Norms, Factors,
     heads, group, length, chunks, scale, eps,
     q_b, q_s, q_h, k_b, k_s, k_h, g_b, g_s, g_h, beta_b, beta_s, beta_h,
     C: tl.constexpr, DK: tl.constexpr, WK: tl.constexpr, DELTA: tl.constexpr, NORM: tl.constexpr, PARTS: tl.constexpr,
     PLANES: tl.constexpr,
 ):  # fmt: skip
     """Grid: (chunks B H,). Q, K: (B, S, H / group, DK). G, Beta: (B, S, H). Inverse (with DELTA alone), Pairs: T and P, (B, H, chunks, C,
-    C). Sums: c in two parts, (B, H, chunks, 2, C). Norms: b and a, (B, H, chunks, 2, C). All results in float32."""
+    C). Sums: c in two parts, (B, H, chunks, 2, C). Norms: b and a, (B, H, chunks, 2, C). Factors: e b, e a,
+    r a, β, and with DELTA β or NaN if T is not finite, (B, H, chunks, 5, C). All results in float32."""
     at = tl.program_id(0).to(tl.int64)
     row, chunk = at // chunks, (at % chunks).to(tl.int32)
     batch, head = row // heads, row % heads
@@ -57,23 +58,32 @@ def head_chunks(
     a, b = norm_factor(k, eps, NORM), norm_factor(q, eps, NORM) * scale
     tl.store(Norms + at * 2 * C + i, b)
     tl.store(Norms + at * 2 * C + C + i, a)
+    tl.debug_barrier()
+    _, _, rest = sums_of(Sums + at * 2 * C, i, C)  # of other threads, too
+    beta = numbers(Beta + batch * beta_b + head * beta_h, token, length, beta_s)
+    Factors += at * 5 * C + i
+    tl.store(Factors, tl.exp(c) * b)
+    tl.store(Factors + C, tl.exp(c) * a)
+    tl.store(Factors + 2 * C, tl.exp(rest) * a)
+    tl.store(Factors + 3 * C, beta)
     is_seen = i[:, None] >= i[None, :]
     decay = tl.where(is_seen, tl.exp(tl.where(is_seen, pairs_of(c, less), 0.0)), 0.0) * a[None, :]
     pairs = tl.where(is_seen, product(q, tl.trans(k), PARTS) * decay * b[:, None], 0.0)
     of_pairs, plane = at * PLANES * C * C + i[:, None] * C + i[None, :], C * C
     store_parts(Pairs, of_pairs, plane, pairs, PARTS)
     if DELTA:
-        beta = numbers(Beta + batch * beta_b + head * beta_h, token, length, beta_s)
         lower = product(k, tl.trans(k), PARTS) * decay * (beta * a)[:, None]
-        found = inverse(tl.where(i[:, None] > i[None, :], lower, 0.0), C, PARTS)
+        lower = tl.where(i[:, None] > i[None, :], lower, 0.0)
+        found = inverse(lower, Inverse + at * PLANES * C * C, C, PARTS)
         store_parts(Inverse, of_pairs, plane, found, PARTS)
+        tl.store(Factors + 4 * C, tl.where(has_bad(found), float("nan"), beta))
 
 
 @assembled_jit(do_not_specialize=["length", "chunks", "pieces", "of_piece"])
 def state_pass(
-    Q, K, V, Beta, Skip, Inverse, Pairs, Sums, Norms, Queries, Early, Later, First, Out, Last, States, Values, Locals,
+    Q, K, V, Skip, Inverse, Pairs, Sums, Factors, Queries, Early, Later, First, Out, Last, States, Values, Locals,
     heads, group, length, chunks, pieces, of_piece,
-    q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, beta_b, beta_s, beta_h, first_b, first_h, first_k, first_v, first_p,
+    q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, first_b, first_h, first_k, first_v, first_p,
     last_k, last_v,
     C: tl.constexpr, DK: tl.constexpr, WK: tl.constexpr, DV: tl.constexpr, WV: tl.constexpr, BV: tl.constexpr, WIDE: tl.constexpr,
     DELTA: tl.constexpr, CHANNEL: tl.constexpr, PARTS: tl.constexpr, PLANES: tl.constexpr, OF_OUT: tl.constexpr,
@@ -91,75 +101,75 @@ def state_pass(
     Q += batch * q_b + head // group * q_h
     K += batch * k_b + head // group * k_h
     V += batch * v_b + head * v_h
-    Beta += batch * beta_b + head * beta_h
+    # Tiles are turned: what is computed is rows of a product with keys from memory, and goes from product to product in registers.
     if Locals is not None:
-        state = tl.where(d[:, None] == e[None, :] - WV, 1.0, 0.0)
+        state = tl.where(e[:, None] - WV == d[None, :], 1.0, 0.0)
     elif First is not None:
         at_first = First + batch * first_b + head * first_h + piece * first_p
-        state = of_state(at_first, d, e, first_k, first_v, DK, WK, DV, WV)
+        state = tl.trans(of_state(at_first, d, e, first_k, first_v, DK, WK, DV, WV))
     else:
-        state = tl.zeros([WK, BV], tl.float32)
+        state = tl.zeros([BV, WK], tl.float32)
     for chunk in tl.range(piece * of_piece, tl.minimum(piece * of_piece + of_piece, chunks)):
         at = row * chunks + chunk
         token = chunk * C + i
         if States is not None:
-            store_state(States + at * DK * DV, state, d, e, DV, 1, DK, WK, DV, WV)
+            store_state(States + at * DK * DV, tl.trans(state), d, e, DV, 1, DK, WK, DV, WV)
         of_pairs, plane = at * PLANES * C * C + i[:, None] * C + i[None, :], C * C
         of_keys, of_all = at * PLANES * C * WK + i[:, None] * WK + d[None, :], C * WK
-        v = rows(V, token, length, v_s, e, DV, WIDE)
-        beta = numbers(Beta, token, length, beta_s)
+        # What is needed later is loaded later: registers are scarce.
+        factors = Factors + at * 5 * C + i
         if CHANNEL:
-            kept = state * tl.exp(tl.load(Sums + at * C * WK + (C - 1) * WK + d))[:, None]
-            u = v.to(tl.float32) - stored_product(Early, of_keys, of_all, state, False, PARTS)
+            seen = stored_product(state, Early, of_keys, of_all, True, PARTS)
+            if Out is not None:
+                out = stored_product(state, Queries, of_keys, of_all, True, OF_OUT)
         else:
+            # Of no product, so not prefetched: they arrive while others are computed.
+            grown, end = tl.load(factors), tl.load(Sums + at * 2 * C + C - 1)
             k = rows(K, token, length, k_s, d, DK, WK)
-            a = tl.load(Norms + at * 2 * C + C + i)
-            c, end, rest = sums_of(Sums + at * 2 * C, i, C)
-            kept = state * tl.exp(end)
-            u = v.to(tl.float32)
             if DELTA:
-                u -= product(k, state, PARTS) * (tl.exp(c) * a)[:, None]
-        u *= beta[:, None]
+                seen = product(state, tl.trans(k), PARTS) * tl.load(factors + C)[None, :]
+            if Out is not None:
+                q = rows(Q, token, length, q_s, d, DK, WK)
+                out = product(state, tl.trans(q), OF_OUT) * grown[None, :]
+        v = tl.trans(rows(V, token, length, v_s, e, DV, WIDE)).to(tl.float32)
+        u = (v - seen if DELTA else v) * tl.load(factors + 3 * C)[None, :]
         # A number that is not finite reaches no token before its own.
         first = tl.zeros([BV], tl.int32) + C
         if DELTA:
-            corner = tl.load(Inverse + at * PLANES * C * C + C * C - 1).to(tl.float32)
-            is_bad = has_bad(v.to(tl.float32) * (beta * corner)[:, None])
+            is_bad = has_bad(v * tl.load(factors + 4 * C)[None, :])
             if is_bad:
-                first = first_bad(u, i, C)
+                first = first_bad(tl.trans(u), i, C)
                 u = without_bad(u)
-            u = stored_product(Inverse, of_pairs, plane, u, False, PARTS)
+            u = stored_product(u, Inverse, of_pairs, plane, True, PARTS)
             if is_bad:
-                u = tl.where(i[:, None] >= first[None, :], float("nan"), u)
+                u = tl.where(i[None, :] >= first[:, None], float("nan"), u)
             if Values is not None:
-                store_rows(Values + at * C * DV, u, i, C, DV, e, DV, WV)
+                store_rows(Values + at * C * DV, tl.trans(u), i, C, DV, e, DV, WV)
         else:
             is_bad = has_bad(u)
         clean = u
         if is_bad:
-            first = first_bad(u, i, C)
+            first = first_bad(tl.trans(u), i, C)
             clean = without_bad(u)
         if Out is not None:
-            if CHANNEL:
-                out = stored_product(Queries, of_keys, of_all, state, False, OF_OUT)
-            else:
-                q, b = rows(Q, token, length, q_s, d, DK, WK), tl.load(Norms + at * 2 * C + i)
-                out = product(q, state, OF_OUT) * (tl.exp(c) * b)[:, None]
-            out = stored_product(Pairs, of_pairs, plane, clean, False, OF_OUT, out)
+            out = stored_product(clean, Pairs, of_pairs, plane, True, OF_OUT, out)
             if is_bad:
-                out = tl.where(i[:, None] >= first[None, :], float("nan"), out)
+                out = tl.where(i[None, :] >= first[:, None], float("nan"), out)
             if Skip is not None:
-                out += v.to(tl.float32) * tl.load(Skip + head).to(tl.float32)
+                out += v * tl.load(Skip + head).to(tl.float32)
             to_out = batch * length * heads * DV + head * DV
-            store_rows(Out + to_out, out, token, length, heads * DV, e, DV, WV)
+            store_rows(Out + to_out, tl.trans(out), token, length, heads * DV, e, DV, WV)
         if CHANNEL:
-            state = stored_product(Later, of_keys, of_all, u, True, PARTS, kept)
+            kept = state * tl.exp(tl.load(Sums + at * C * WK + (C - 1) * WK + d))[None, :]
+            state = stored_product(u, Later, of_keys, of_all, False, PARTS, kept)
         else:
-            state = product(tl.trans(k), u * (tl.exp(rest) * a)[:, None], PARTS, kept)
+            kept = state * tl.exp(end)
+            state = product(u * tl.load(factors + 2 * C)[None, :], k, PARTS, kept)
     if Locals is not None:
-        store_state(Locals + (row * pieces + piece) * WK * WIDE, state, d, e, WIDE, 1, WK, WK, WIDE, WIDE)
+        at_local = Locals + (row * pieces + piece) * WK * WIDE
+        store_state(at_local, tl.trans(state), d, e, WIDE, 1, WK, WK, WIDE, WIDE)
     if Last is not None and piece == pieces - 1:
-        store_state(Last + row * DK * DV, state, d, e, last_k, last_v, DK, WK, DV, WV)
+        store_state(Last + row * DK * DV, tl.trans(state), d, e, last_k, last_v, DK, WK, DV, WV)
 
 
 @assembled_jit

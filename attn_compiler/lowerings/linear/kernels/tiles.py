@@ -20,12 +20,17 @@ def product(a, b, PARTS: tl.constexpr, to=None):
     """
     if PARTS == 0:
         out = tl.dot(a.to(tl.float32), b.to(tl.float32), to, input_precision="tf32x3")
-    elif a.dtype == tl.float32:
-        first, second, third = _parts(a)
-        out = _sum_of(first, second, third, b, PARTS, to)
+    elif PARTS == 1:
+        out = tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16), to)
     elif b.dtype == tl.float32:
         first, second, third = _parts(b)
         out = _sum_with(a, first, second, third, PARTS, to)
+    elif a.dtype == tl.float32:
+        whole, more, least = _parts(a)
+        if PARTS == 3:
+            out = _added(tl.dot(whole, b, tl.dot(more, b, tl.dot(least, b))), to)
+        else:
+            out = tl.dot(more, b, tl.dot(whole, b, to))
     else:
         out = tl.dot(a, b, to)
     return out
@@ -33,41 +38,43 @@ def product(a, b, PARTS: tl.constexpr, to=None):
 
 @triton.jit
 def _parts(x):
-    """Split a float32 tile into a sum of three in bfloat16."""
-    first = x.to(tl.bfloat16)
-    rest = x - first.to(tl.float32)
-    second = rest.to(tl.bfloat16)
-    return first, second, (rest - second.to(tl.float32)).to(tl.bfloat16)
+    """Split a float32 tile into a sum of three in bfloat16. By integers: conversions that are not of pairs take a GPU eight times as long.
+
+    The first is rounded, which makes 0 of NaN; the second is cut off, and keeps NaN.
+    """
+    first = _cut(x, 0x8000)
+    second = _cut(x - first, 0)
+    return _half(first), _half(second), _half(x - first - second)
 
 
 @triton.jit
-def _sum_of(first, second, third, b, PARTS: tl.constexpr, to):
-    """Return (first + second + third) @ b, added to `to`. b: in float32 or bfloat16.
+def _cut(x, more: tl.constexpr):
+    return ((x.to(tl.int32, bitcast=True) + more) & -65536).to(tl.float32, bitcast=True)
 
-    With three parts the smallest products are added up first, and `to` last: tensor cores cut off bits that a sum does not hold, so each
-    product that is added to a large sum loses a bit of it.
-    """
-    if b.dtype == tl.float32:
-        whole, more, least = _parts(b)
-        if PARTS == 3:
-            out = tl.dot(first, least)
-            out = tl.dot(third, whole, out)
-            out = tl.dot(second, more, out)
-            out = tl.dot(first, more, out)
-            out = _added(tl.dot(first, whole, tl.dot(second, whole, out)), to)
-        else:
-            out = tl.dot(first, more, tl.dot(second, whole, tl.dot(first, whole, to)))
-    elif PARTS == 3:
-        out = _added(tl.dot(first, b, tl.dot(second, b, tl.dot(third, b))), to)
-    else:
-        out = tl.dot(second, b, tl.dot(first, b, to))
-    return out
+
+@triton.jit
+def _half(x):
+    return (x.to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
 def _sum_with(a, first, second, third, PARTS: tl.constexpr, to):
-    """Return a @ (first + second + third), as `_sum_of`, for a in bfloat16."""
-    if PARTS == 3:
+    """Return a @ (first + second + third), added to `to`. a: in float32 or bfloat16.
+
+    With three parts the smallest products are added up first, and `to` last: tensor cores cut off bits that a sum does not hold, so each
+    product that is added to a large sum loses a bit of it.
+    """
+    if a.dtype == tl.float32:
+        whole, more, least = _parts(a)
+        if PARTS == 3:
+            out = tl.dot(whole, third)
+            out = tl.dot(least, first, out)
+            out = tl.dot(more, second, out)
+            out = tl.dot(more, first, out)
+            out = _added(tl.dot(whole, first, tl.dot(whole, second, out)), to)
+        else:
+            out = tl.dot(more, first, tl.dot(whole, second, tl.dot(whole, first, to)))
+    elif PARTS == 3:
         out = _added(tl.dot(a, first, tl.dot(a, second, tl.dot(a, third))), to)
     else:
         out = tl.dot(a, second, tl.dot(a, first, to))
@@ -82,8 +89,8 @@ def _added(out, to):
 @triton.jit
 def store_parts(X, at, plane, value, PARTS: tl.constexpr):
     """Store a tile for `load_parts`: in float32, or as its parts in bfloat16, each `plane` numbers after the one before."""
-    if PARTS == 0:
-        tl.store(X + at, value)
+    if PARTS < 2:
+        tl.store(X + at, value.to(X.dtype.element_ty))
     else:
         first, second, third = _parts(value)
         tl.store(X + at, first)
@@ -96,7 +103,7 @@ def store_parts(X, at, plane, value, PARTS: tl.constexpr):
 def load_parts(X, at, plane, PARTS: tl.constexpr):
     """Load a tile that was stored in parts, in float32."""
     value = tl.load(X + at).to(tl.float32)
-    if PARTS != 0:
+    if PARTS > 1:
         value += tl.load(X + plane + at).to(tl.float32)
     if PARTS == 3:
         value += tl.load(X + 2 * plane + at).to(tl.float32)
@@ -104,16 +111,16 @@ def load_parts(X, at, plane, PARTS: tl.constexpr):
 
 
 @triton.jit
-def stored_product(X, at, plane, other, TURNED: tl.constexpr, PARTS: tl.constexpr, to=None):
-    """Return x @ other, or xᵀ @ other where TURNED, of a tile x that was stored in at least as many parts, which go to the tensor cores
+def stored_product(other, X, at, plane, TURNED: tl.constexpr, PARTS: tl.constexpr, to=None):
+    """Return other @ x, or other @ xᵀ where TURNED, of a tile x that was stored in at least as many parts, which go to the tensor cores
     unchanged. to: as in `product`."""
     first = _stored(X + at, TURNED)
-    if PARTS == 0:
-        out = product(first, other, PARTS, to)
+    if PARTS < 2:
+        out = product(other, first, PARTS, to)
     else:
         second = _stored(X + plane + at, TURNED)
         third = _stored(X + 2 * plane + at, TURNED) if PARTS == 3 else second
-        out = _sum_of(first, second, third, other, PARTS, to)
+        out = _sum_with(other, first, second, third, PARTS, to)
     return out
 
 
@@ -148,17 +155,23 @@ def last_bad(x, i):
 
 
 @triton.jit
-def inverse(lower, C: tl.constexpr, PARTS: tl.constexpr):
+def inverse(lower, Scratch, C: tl.constexpr, PARTS: tl.constexpr):
     """Return (1 + lower)⁻¹ of a strictly lower triangular tile (C, C) in float32; NaN from the first row on that is not finite.
 
     First the blocks of 16 on the diagonal, D, row by row: a series of powers would lose all bits where keys are equal, as those of padding
-    are. Then 1 + lower = (1 + D)(1 + N), and N is nilpotent over C / 16 blocks.
+    are. Then 1 + lower = (1 + D)(1 + N), and N is nilpotent over C / 16 blocks. Scratch: memory of this program alone, at least 64 C bytes.
     """
     i = tl.arange(0, C)
     first = tl.min(first_bad(lower, i, C), 0)
     lower = without_bad(lower)
     is_block = (i[:, None] // 16) == (i[None, :] // 16)
-    found = _of_blocks(tl.where(is_block, lower, 0.0), C)
+    # Through memory each thread reads the numbers that it needs: from thread to thread a row would take two barriers.
+    Scratch = Scratch.to(tl.pointer_type(tl.float32))
+    tl.store(Scratch + i[:, None] * 16 + i[None, :] % 16, lower, mask=is_block)
+    tl.debug_barrier()
+    _store_inverses(Scratch, C)
+    tl.debug_barrier()
+    found = tl.load(Scratch + i[:, None] * 16 + i[None, :] % 16, mask=is_block, other=0.0)
     if C > 16:
         one = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
         rest = product(found, tl.where(is_block, 0.0, lower), PARTS)
@@ -170,19 +183,16 @@ def inverse(lower, C: tl.constexpr, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _of_blocks(blocks, C: tl.constexpr):
-    """Return the `inverse` of a tile that is 0 outside the 16 x 16 blocks on its diagonal."""
-    many: tl.constexpr = C // 16
-    n = tl.arange(0, many)
-    is_own = (n[:, None] == n[None, :])[:, None, :, None]
-    lower = tl.sum(tl.reshape(blocks, [many, 16, many, 16]), 2)
+def _store_inverses(Blocks, C: tl.constexpr):
+    """Replace blocks on the diagonal, (C, 16), by the `inverse` of each."""
+    n = tl.arange(0, C // 16)[:, None, None]
     row, column = tl.arange(0, 16)[None, :, None], tl.arange(0, 16)[None, None, :]
-    found = tl.zeros([many, 16, 16], tl.float32) + tl.where(row == column, 1.0, 0.0)
+    found = tl.zeros([C // 16, 16, 16], tl.float32) + tl.where(row == column, 1.0, 0.0)
     for at in tl.static_range(1, 16):
-        of_row = tl.sum(tl.where(row == at, lower, 0.0), 1)
-        change = tl.sum(of_row[:, :, None] * found, 1)
+        change = tl.sum(tl.load(Blocks + (n * 16 + at) * 16 + row) * found, 1)
         found = tl.where(row == at, found - change[:, None, :], found)
-    return tl.reshape(tl.where(is_own, found[:, :, None, :], 0.0), [C, C])
+    tl.debug_barrier()
+    tl.store(Blocks + (n * 16 + row) * 16 + column, found)
 
 
 @triton.jit

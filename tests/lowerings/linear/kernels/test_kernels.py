@@ -103,13 +103,13 @@ def _stored(X, Parts, Y, Out, Kept, C: tl.constexpr, TURNED: tl.constexpr, PARTS
     at = tl.arange(0, C)[:, None] * C + tl.arange(0, C)[None, :]
     tiles.store_parts(Parts, at, C * C, tl.load(X + at), PARTS)
     tl.store(Kept + at, tiles.load_parts(Parts, at, C * C, PARTS))
-    tl.store(Out + at, tiles.stored_product(Parts, at, C * C, tl.load(Y + at), TURNED, PARTS))
+    tl.store(Out + at, tiles.stored_product(tl.load(Y + at), Parts, at, C * C, TURNED, PARTS))
 
 
 @triton.jit
-def _inverse(X, Out, C: tl.constexpr, PARTS: tl.constexpr):
+def _inverse(X, Scratch, Out, C: tl.constexpr, PARTS: tl.constexpr):
     at = tl.arange(0, C)[:, None] * C + tl.arange(0, C)[None, :]
-    tl.store(Out + at, tiles.inverse(tl.load(X + at), C, PARTS))
+    tl.store(Out + at, tiles.inverse(tl.load(X + at), Scratch, C, PARTS))
 
 
 def _made(half: bool) -> torch.Tensor:
@@ -147,7 +147,7 @@ def test_a_product_holds_16_bits_or_24(halves: tuple[bool, bool], parts: int, wi
 
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("half", [False, True])
-@pytest.mark.parametrize(("parts", "within"), [(0, 1e-6), (2, 1e-5), (3, 2e-7)])
+@pytest.mark.parametrize(("parts", "within"), [(0, 1e-6), (1, 6e-3), (2, 1e-5), (3, 2e-7)])
 def test_what_is_stored_in_parts_is_kept_and_multiplied(turned: bool, half: bool, parts: int, within: float) -> None:
     torch.manual_seed(0)
     x, y = _made(False), _made(half)
@@ -156,12 +156,12 @@ def test_what_is_stored_in_parts_is_kept_and_multiplied(turned: bool, half: bool
     with with_bfloat16():
         _stored[(1,)](x, stored, y, out, kept, 32, turned, parts)
     assert _far(kept, x.double()) < within
-    assert _far(out, (x.mT if turned else x).double() @ y.double()) < within
+    assert _far(out, y.double() @ (x.mT if turned else x).double()) < within
 
 
 @pytest.mark.parametrize("size", [16, 32, 64])
 @pytest.mark.parametrize("kind", ["random", "equal"])
-@pytest.mark.parametrize(("parts", "within"), [(0, 2e-6), (2, 2e-5), (3, 2e-6)])
+@pytest.mark.parametrize(("parts", "within"), [(0, 2e-6), (1, 2e-2), (2, 2e-5), (3, 2e-6)])
 def test_the_inverse_of_a_triangle(size: int, kind: str, parts: int, within: float) -> None:
     """Of equal keys each entry is 1, and powers of the triangle reach 10^17."""
     torch.manual_seed(0)
@@ -169,7 +169,7 @@ def test_the_inverse_of_a_triangle(size: int, kind: str, parts: int, within: flo
     x = lower.tril(-1).to(DEVICE)
     out = torch.empty_like(x)
     with with_bfloat16():
-        _inverse[(1,)](x, out, size, parts)
+        _inverse[(1,)](x, torch.empty_like(x), out, size, parts)
     wanted: Any = torch.linalg.inv(torch.eye(size, dtype=torch.float64) + x.double().cpu())
     assert _far(out.cpu(), wanted) < within
 
