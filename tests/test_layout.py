@@ -60,7 +60,7 @@ LINES = {
     "passes/recovering": 6108,  # Transformer-XL's shift; squares over borders; computed places, alternatives, learned biases, symbols
     "passes/rewrites": 1221,  # the name of a model
     "passes/spelling": 2764,  # spells out quantised weights; checkpoints ask for themselves whether they are inlined
-    "passes/unpad": 3310,  # prompts that rows share; int8; the work that packing saves
+    "passes/unpad": 3315,  # prompts that rows share; int8; the work that packing saves
     "passes/writing": 2150,  # precision of linear attention; remedies of sites; with the state of delayed FP8 scaling
     "reasons": 835,  # names that begin so; a copy has a remedy, an estimate has words; a reason without a remedy has that of its page
     "reporting": 2958,  # prompts that rows share; checks print; names of models; a short report
@@ -91,7 +91,7 @@ TEST_LINES = {
     "near_miss": 6846,
     "options": 324,  # prompts that rows share; names that begin so
     # The spellings of sinks are a table of their own.
-    "passes": 34671,  # prompts that rows share; int8 without padding, whatever it gains; symbolic head dims; masks read in full
+    "passes": 34685,  # prompts that rows share; int8 without padding, whatever it gains; symbolic head dims; masks read in full
     "reasons": 431,  # each remedy is held to one short sentence
     "reporting": 2664,  # prompts that rows share; names of models; the short report; each reason has a remedy
     "spec": 1461,

@@ -147,6 +147,11 @@ def compared(made: Mapping[Need, fx.Node], analysis: Analysis) -> list[tuple[fx.
             continue
         if analysis.value(need.node).kind is not Kind.ORIGINAL:
             raise KeepsPadding(Code.PADDING_OUT_OF_REACH, _RULE, f"{need.node.name} is made of tokens", at=need.node)
+        if views.value(need.node).element_size() > 8:
+            observed = f"{need.node.name} is {views.value(need.node).dtype}"
+            raise KeepsPadding(
+                Code.PADDING_OUT_OF_REACH, "rows are compared by numbers of 64 bits", observed, at=need.node
+            )
         if gradients.carries(analysis.mirror, need.node):
             # Equal numbers may have been made in different ways, so the gradient of one row is not that of all.
             raise KeepsPadding(

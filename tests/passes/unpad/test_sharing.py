@@ -281,6 +281,20 @@ def test_inputs_with_a_gradient_are_not_shared() -> None:
     assert kept.rule == "what rows are compared by has no gradient"
 
 
+def test_numbers_of_more_than_64_bits_are_not_compared() -> None:
+    class Complex(Told):
+        def forward(self, ids: Tensor, mask: Tensor, **further: Tensor) -> Any:
+            return super().forward(ids, mask, told=further["told"].abs())
+
+    model = Complex().double()
+    function = encoder.compiled(model, unpad=False, share_prefix=True)
+    given = {"told": torch.ones(6, LENGTH, 1, dtype=torch.complex128)}
+    torch.testing.assert_close(function(ids_of(), FULL, **given), model(ids_of(), FULL, **given))
+    kept = encoder.report().kept
+    assert kept is not None
+    assert kept.rule == "rows are compared by numbers of 64 bits"
+
+
 def test_the_padding_is_left_out_where_prompts_can_not_be_shared() -> None:
     model = Encoder().double()
     function = encoder.compiled(model, share_prefix=True)
