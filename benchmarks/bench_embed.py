@@ -72,7 +72,6 @@ class Cell(harness.Named):
 
 
 def _cells() -> list[Cell]:
-    # One row comes last: after a first call of one row, a mask has a size of its own for its rows, and nothing is packed.
     shapes = [*((*shape, fill) for shape, fill in itertools.product(SHAPES, FILLS)), (1, 64, 100)]
     encode = [Cell(model=MINILM, precision=one, batch=_SENTENCES, length=0, fill=0) for one in PRECISIONS]
     wide = [*((*SHAPES[0], fill) for fill in FILLS), (1, 64, 100)]
