@@ -27,6 +27,8 @@ _MOVES: frozenset[object] = frozenset(
 )
 #: what a model calls to see elements in another shape: of symbolic sizes it may be no view in the mirror
 _RESHAPES = frozenset("view view_as reshape reshape_as".split())
+#: calls that give the elements of their first input at other places
+_ONE_INPUT = frozenset("view reshape unsqueeze to transpose permute getitem".split())
 
 
 def is_none(mirror: Mirror, match: Match, version: Version, weight: float, *, is_learned: bool) -> bool:
@@ -70,11 +72,14 @@ def _is_of_queries(mirror: Mirror, match: Match, node: fx.Node) -> bool:
     product = contraction.parse(node)
     if product is None or product.addend is not None or product.alpha != 1.0:
         return False
-    queries = {match.q.node, match.q.root, *_without_parameter(mirror, match.q.root)}
-    return any(
-        not queries.isdisjoint((*views.chain(operand), *_without_parameter(mirror, views.chain(operand)[-1])))
-        for operand in (product.lhs, product.rhs)
-    )
+    queries = {match.q.node, *_sources(mirror, match.q.root)}
+    return any(not queries.isdisjoint(_sources(mirror, operand)) for operand in (product.lhs, product.rhs))
+
+
+def _sources(mirror: Mirror, node: fx.Node) -> tuple[fx.Node, ...]:
+    """Return a node with those of the same elements above it, and what a parameter was added to."""
+    chain = views.chain(node)
+    return (*chain, *_without_parameter(mirror, chain[-1]))
 
 
 def _without_parameter(mirror: Mirror, node: fx.Node) -> tuple[fx.Node, ...]:
@@ -88,7 +93,7 @@ def _without_parameter(mirror: Mirror, node: fx.Node) -> tuple[fx.Node, ...]:
 
 def _is_view_of_parameter(node: fx.Node) -> bool:
     """True for one of Dynamo's nodes that only moves the elements of a parameter."""
-    while node.op == "call_method" and node.target in ("view", "reshape", "unsqueeze", "to", "transpose", "permute"):
+    while node.op.startswith("call") and target_name(node) in _ONE_INPUT:
         node = node.all_input_nodes[0]
     return _is_parameter(node)
 

@@ -65,10 +65,12 @@ class _ShiftedTwice(_Shifted):
     """The same with zeros joined, and with each shape said (Wav2Vec2-Conformer, FastSpeech 2)."""
 
     def forward(self, q: Tensor, k: Tensor, positions: Tensor, around: float) -> Tensor:
-        far = (q + self.v.view(1, H, 1, D)) @ positions.mT
+        q = q.transpose(1, 2)
+        far = (q + self.v).transpose(1, 2) @ positions.mT
         wide = torch.cat([torch.full((*far.shape[:3], 1), around), far], -1)
         far = wide.view(*far.shape[:2], far.shape[3] + 1, far.shape[2])[:, :, 1:].view_as(far)
-        return F.scaled_dot_product_attention(q + self.u.view(1, H, 1, D), k, k, attn_mask=far[..., : k.shape[2]])
+        far = far[..., : k.shape[2]] * 0.5
+        return F.scaled_dot_product_attention((q + self.u[None, None]).transpose(1, 2), k, k, attn_mask=far)
 
 
 @pytest.mark.parametrize("shifting", [_Shifted, _ShiftedTwice])
