@@ -35,6 +35,12 @@ def _ways() -> Iterator[str]:
             yield f"| {row['way']} | {row['found']} / {row['there']} | {row['known']} | {row['equal']} | `{row['test']}` |"
 
 
+def _families() -> Iterator[str]:
+    """A row a family of linear attention."""
+    lines = (DOCS.parent / "tests" / "hf" / "linear_families.md").read_text(encoding="utf-8").splitlines()
+    yield from (line for line in lines if line.startswith("|"))
+
+
 def _studies() -> Iterator[str]:
     """Questions about speed that were answered, what was found, and where the rows are."""
     with (DOCS.parent / "benchmarks" / "studies.csv").open(newline="", encoding="utf-8") as file:
@@ -55,6 +61,7 @@ def _whole() -> Iterator[str]:
 #: by name, the text or the lines of what a page shows there
 TABLES: Mapping[str, Callable[[], str | Iterable[str]]] = {
     "codes": codes.listed,
+    "families": _families,
     "gain_by_card": gains.chosen,
     "gain_dense_mask": gains.dense_mask,
     "gain_eager": lambda: gains.measured("eager"),

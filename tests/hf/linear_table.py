@@ -1,4 +1,4 @@
-"""`python -m tests.hf.linear_table --docs docs/linear.md`: every family of linear attention in every scenario, as a table in the page."""
+"""`python -m tests.hf.linear_table --docs tests/hf/linear_families.md`: each family of linear attention in each scenario, as a table."""
 
 from __future__ import annotations
 
