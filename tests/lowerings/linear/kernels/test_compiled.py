@@ -37,9 +37,10 @@ _SPILLED = {
     "channel_pair_gradients": 420,
 }
 _SPILLED_80 = {
-    "state_pass": 340,
-    "reverse_pass": 840,
-    "head_gradients": 1840,
+    "head_chunks": 1400,
+    "channel_pairs": 1700,
+    "state_pass": 1700,
+    "head_gradients": 2000,
     "value_gradients": 760,
     "channel_gradients": 400,
 }
