@@ -82,7 +82,7 @@ def test_the_attention_alone(name: str) -> None:
 
 
 def test_many_heads_are_timed_with_both_kernels() -> None:
-    """As in docs/mla.md."""
+    """As in docs/decode_kernels.md."""
     kernels = {}
     for case in bench_mla.HEADS_CASES:
         spec = bench_mla.spec_of(case, "bfloat16")
