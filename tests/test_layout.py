@@ -43,7 +43,7 @@ LINES = {
     "lowerings/fp8": 1764,
     "lowerings/graph_ops": 553,
     "lowerings/hopper": 5519,
-    "lowerings/linear": 2987,  # tiles that stay in registers, parts by integers; numbers that are not finite stay on their side
+    "lowerings/linear": 2971,  # tiles that stay in registers, parts by integers; numbers that are not finite stay on their side
     "lowerings/plain": 701,
     "lowerings/rows": 615,  # runs whose ends go on by one key a query, as in rows that share a prompt
     "lowerings/sdpa": 355,
@@ -52,7 +52,7 @@ LINES = {
     "options": 322,  # precision of linear attention; prompts that rows share; reads sources without pathlib
     "passes": 21,
     "passes/context_parallel": 3401,  # with the record of a shared graph, which stood in graph/
-    "passes/graph": 6096,  # copies of caches have a remedy; constants of one number are equal; which nodes are in sites
+    "passes/graph": 6095,  # copies of caches have a remedy; constants of one number are equal; which nodes are in sites
     # Sinks and logsumexps are read as quotients here, where spelling/ had a table of two forms.
     # Exponentials may be divided by their sum after the product, too; the search of modules is apart from what it finds.
     "passes/matching": 5967,  # a column of sinks; the search of modules is apart from what it finds
