@@ -52,10 +52,10 @@ LINES = {
     "options": 322,  # precision of linear attention; prompts that rows share; reads sources without pathlib
     "passes": 21,
     "passes/context_parallel": 3401,  # with the record of a shared graph, which stood in graph/
-    "passes/graph": 6095,  # copies of caches have a remedy; constants of one number are equal; which nodes are in sites
+    "passes/graph": 6097,  # copies of caches have a remedy; constants of one number are equal; which nodes are told of
     # Sinks and logsumexps are read as quotients here, where spelling/ had a table of two forms.
     # Exponentials may be divided by their sum after the product, too; the search of modules is apart from what it finds.
-    "passes/matching": 5967,  # a column of sinks; the search of modules is apart from what it finds
+    "passes/matching": 5967,  # a column of sinks; a nearer reason than how a softmax is written
     "passes/pipeline": 635,  # a step says what it needs to have anything to do
     "passes/recovering": 6113,  # Transformer-XL's shift; squares over borders; computed places, alternatives, learned biases, symbols
     "passes/rewrites": 1221,  # the name of a model
@@ -91,7 +91,7 @@ TEST_LINES = {
     "near_miss": 6846,
     "options": 324,  # prompts that rows share; names that begin so
     # The spellings of sinks are a table of their own.
-    "passes": 34687,  # prompts that rows share; int8 without padding, whatever it gains; symbolic head dims; masks read in full
+    "passes": 34722,  # prompts that rows share; int8 without padding, whatever it gains; symbolic head dims; masks read in full
     "reasons": 431,  # each remedy is held to one short sentence
     "reporting": 2664,  # prompts that rows share; names of models; the short report; each reason has a remedy
     "spec": 1461,

@@ -121,7 +121,7 @@ def heads_contracted_with_the_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.einsum("bhqk,bhkd->bqd", (q @ k.mT * 0.3).softmax(-1), v)
 
 
-@CASES.near_miss(missed(FOLLOWED, "2 free axes"), inputs=lambda: tensors(SHAPE, SHAPE, (3, *SHAPE)))
+@CASES.near_miss(missed(FOLLOWED, "leaves 2 axes of v"), inputs=lambda: tensors(SHAPE, SHAPE, (3, *SHAPE)))
 def several_values_for_one_key(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.einsum("bhqk,ebhkd->ebhqd", (q @ k.mT * 0.3).softmax(-1), v)
 

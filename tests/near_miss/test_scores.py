@@ -512,7 +512,7 @@ def sink_as_a_further_query(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Te
 # ---- other readers of the scores ------------------------------------------------------------------------------------
 
 
-@CASES.near_miss(missed(READERS, "output reads"))
+@CASES.near_miss(missed(READERS, "the graph returns"))
 def scores_returned(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     scores = q @ k.mT * 0.3
     return scores.softmax(-1) @ v, scores

@@ -124,7 +124,7 @@ def test_sinks_in_the_sum_itself(name: str) -> None:
 @pytest.mark.in_turns(3)
 @pytest.mark.parametrize("name", OTHER_SUMS)
 def test_other_terms_of_the_sum(name: str) -> None:
-    check(Case(name=name, function=by_sum(OTHER_SUMS[name]), judge=missed("one call of PyTorch's"), inputs=given))
+    check(Case(name=name, function=by_sum(OTHER_SUMS[name]), judge=missed(""), inputs=given))
 
 
 @CASES.near_miss(with_lse, inputs=lambda: given(1, LENGTH, 1))

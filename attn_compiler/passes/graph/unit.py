@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -278,15 +279,16 @@ def _is_in_softmax(node: fx.Node) -> bool:
     return is_summed or any(target_name(x) in ("log_softmax", "logsumexp") for x in above)
 
 
-def owners_in_sites(units: Iterable[Unit]) -> frozenset[fx.Node]:
-    """Return Dynamo's nodes between the two products of any site."""
+def told_owners(units: Iterable[Unit]) -> frozenset[fx.Node]:
+    """Return Dynamo's nodes between the two products of any site, and those at which a match stopped."""
     return frozenset(
         owner
         for unit in units
-        if unit.mirror is not None
-        for site in unit.found.sites
-        for node in site.match.covered
-        if (owner := unit.mirror.owner(node)) is not None
+        if (mirror := unit.mirror) is not None
+        for node in chain(
+            *(site.match.covered for site in unit.found.sites), (miss.anchor for miss in unit.found.misses)
+        )
+        if (owner := mirror.owner(node)) is not None
     )
 
 

@@ -61,7 +61,7 @@ def find_sites(unit: Unit, mirror: Mirror, spelling: Spelling) -> FoundSites:
             if owner is not None and owner in spelling.local:
                 found.notes.append(spelling.local[owner])
             sites.append(found)
-        elif found is not None and _is_told(mirror, anchor):
+        elif found is not None and _is_told(mirror, found):
             misses.append(found)
     # A softmax of two numbers is one way to write sinks.
     covered = frozenset[fx.Node]().union(*(site.match.covered for site in sites))
@@ -70,11 +70,13 @@ def find_sites(unit: Unit, mirror: Mirror, spelling: Spelling) -> FoundSites:
     )
 
 
-def _is_told(mirror: Mirror, anchor: fx.Node) -> bool:
-    """Return whether an unmatched anchor is a miss. An exponential may belong to a loss; unseen.py tells which ones are attention."""
-    if anchor.target in softmaxes.WRITTEN_OUT or anchor not in mirror.live:
+def _is_told(mirror: Mirror, miss: Miss) -> bool:
+    """Return whether an unmatched anchor is a miss. written_out.py has words for a softmax with steps that no pattern knows."""
+    if miss.anchor.target in softmaxes.WRITTEN_OUT:
+        return miss.reason.code not in (Code.AFTER_SOFTMAX, Code.SCORES_READ)
+    if miss.anchor not in mirror.live:
         return False
-    return anchor.target in sdpa_call.ANCHORS or not routers.is_choice(mirror, anchor)
+    return miss.anchor.target in sdpa_call.ANCHORS or not routers.is_choice(mirror, miss.anchor)
 
 
 class _Written:
@@ -149,13 +151,13 @@ def _require_rewritable(mirror: Mirror, match: Match, scopes: dict[fx.Node, regi
             at=reshaped,
             progress=5,
         )
-    for operand in (match.q, match.k, match.v):
+    for name, operand in (("q", match.q), ("k", match.k), ("v", match.v)):
         kind = _kind(mirror, operand.root)
         if kind is not None:
             raise Refused(
                 code=Code.CLOSED_TENSOR,
                 rule="q, k and v are plain strided tensors",
-                observed=kind,
+                observed=f"{name} is {kind}",
                 at=match.out,
                 progress=5,
             )

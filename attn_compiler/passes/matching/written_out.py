@@ -46,8 +46,6 @@ _TURNS = frozenset("transpose mT swapaxes t".split())
 _MOVES = frozenset("permute movedim view reshape flatten unflatten chunk split".split())
 _FARTHEST = 24
 
-_REMEDY = "write torch.softmax(scores, dim=-1), or call torch.nn.functional.scaled_dot_product_attention"
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class WrittenOut:
@@ -63,7 +61,6 @@ class WrittenOut:
             code=Code.WRITTEN_BY_HAND,
             rule="the softmax of an attention is one call of PyTorch's",
             observed=f"it is written out as {self.how}",
-            remedy=_REMEDY,
         )
 
 

@@ -217,7 +217,7 @@ def _other_output(call: fx.Node) -> Reason | None:
             return Reason(
                 code=Code.OTHER_OUTPUT,
                 rule="the attention is taken out of what flex_attention returns",
-                observed=user.name,
+                observed=f"{user.name} reads all of it",
             )
         index = user.args[1]
         if index not in (0, 1) and not relevance.comes_to_nothing(user):

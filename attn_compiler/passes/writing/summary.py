@@ -45,7 +45,7 @@ def report(
     faults: the warnings. unseen: misses that no pattern started from. linear: layers of linear attention.
     """
     outcomes = [unit.outcome.row() for unit in units if unit.outcome is not None]
-    others = [] if unseen is None else unseen.rows(graph_units.owners_in_sites(units))
+    others = [] if unseen is None else unseen.rows(graph_units.told_owners(units))
     return Report(
         graph=torch_compat.graph_name(),
         model=torch_observe.model_name(),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
@@ -52,7 +55,45 @@ def test_each_way_is_a_row_with_all_of_its_modules() -> None:
         (Code.LINEAR_ATTENTION, ("1", "5")),
     ]
     assert run.report.num_sites == 1
-    assert all(miss.source is not None and miss.reason.remedy for miss in run.report.misses[:2])
+    assert all(miss.source is not None and "torch.softmax" in miss.reason.advice for miss in run.report.misses[:2])
+
+
+def weigh(s: Tensor) -> Tensor:
+    e = s.exp()
+    return e / e.sum(-1, keepdim=True)
+
+
+def less(s: Tensor, largest: Tensor) -> Tensor:
+    return weigh(s - torch.maximum(s.amax(-1, keepdim=True), largest))
+
+
+def halved(s: Tensor) -> Tensor:
+    with torch.no_grad():
+        s = s / 2
+    return weigh(s)
+
+
+@pytest.mark.parametrize(
+    ("attend", "code", "seen"),
+    [
+        (lambda q, s: weigh(s.clamp(-5, 5)) @ q, Code.BEFORE_SOFTMAX, "aten.clamp.default (clamp)"),
+        (lambda q, s: ((w := weigh(s)) * (w > 0.01)) @ q, Code.AXES, "another mask than that of the scores"),
+        (
+            lambda q, s: ((e := s.exp()) / e.sum(-1, keepdim=True) @ q, e),
+            Code.WRITTEN_BY_HAND,
+            "read elsewhere, too",
+        ),
+        (lambda q, s: halved(s) @ q, Code.GRADIENT_STOPPED, "div stops it"),
+        (lambda q, s: less(s, q[..., :1]) @ q, Code.WRITTEN_BY_HAND, "whose gradient is zeros"),
+    ],
+)
+def test_a_nearer_reason_than_how_a_softmax_is_written_wins(attend: Any, code: Code, seen: str) -> None:
+    run = compiled(lambda q: attend(q, q @ q.mT))
+    run((torch.randn(B, H, S, D) * 0.1).requires_grad_())
+    (miss,) = run.report.misses
+    assert (run.report.num_sites, run.report.num_misses, miss.reason.code) == (0, 1, code)
+    assert seen in miss.reason.observed
+    assert "test_unseen.py:" in miss.stopped_at
 
 
 def test_a_graph_without_another_attention_has_them_too() -> None:

@@ -66,7 +66,7 @@ def _tensor(anchor: fx.Node, name: str) -> fx.Node:
         raise Refused(
             code=Code.ARGUMENTS,
             rule="q, k and v have at least 2 dimensions",
-            observed=f"{name} is {node}",
+            observed=f"{name} has {views.value(node).dim()}" if isinstance(node, fx.Node) else f"{name} is {node}",
             at=anchor,
             progress=0,
         )
@@ -163,7 +163,7 @@ def _scale(mirror: Mirror, anchor: fx.Node, d_qk: Atom) -> tuple[float, tuple[Fa
                 code=Code.ARGUMENTS,
                 rule="the default scale needs a static head dim",
                 observed=f"head dim {d_qk.size}",
-                remedy="call torch._dynamo.mark_static(q, -1), or pass scale= as a number",
+                remedy="pass scale= as a number, compile without dynamic=True, or call torch._dynamo.mark_static(q, -1)",
                 at=anchor,
                 progress=1,
             )

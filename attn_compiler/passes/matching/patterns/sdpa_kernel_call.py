@@ -79,7 +79,7 @@ def _output(mirror: Mirror, anchor: fx.Node) -> fx.Node:
         raise Refused(
             code=Code.OTHER_OUTPUT,
             rule="the attention's output is taken out of the call once",
-            observed=f"{len(found)} times",
+            observed=f"it is taken out {len(found)} times",
             at=anchor,
             progress=1,
         )

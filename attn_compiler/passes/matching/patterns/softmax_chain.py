@@ -51,14 +51,14 @@ _JOIN_KEYS = "join the keys and the values before the products, in place of the 
 
 
 def match(mirror: Mirror, anchor: fx.Node) -> Match:
-    """Match a softmax. Raises Refused with the place where the graph stops looking like attention."""
+    """Match a softmax. Raises Refused with the place where the graph stops looking like attention. Exponentials are tried in one way."""
     softmax = softmaxes.read(mirror, anchor)
     if softmax is None:
         rule, observed = "the softmax runs over one axis", f"it runs over {views.argument(anchor, 'dim')}"
         raise Refused(code=Code.SOFTMAX_AXIS, rule=rule, observed=observed, at=anchor, progress=0)
     product, steps = _to_product(mirror, softmax)
     try:
-        with contextlib.suppress(AxisError):
+        with contextlib.suppress(AxisError) if softmax.is_divided else contextlib.nullcontext():
             found = _match(mirror, softmax, product, steps)
             logits = found.scores.sinks
             rows = (found.axes.batch, found.axes.query)
@@ -68,7 +68,8 @@ def match(mirror: Mirror, anchor: fx.Node) -> Match:
         return _match(mirror, softmax, product, steps, with_sinks=False)
     except AxisError as error:
         rule = "every axis and every step of the scores can be followed"
-        raise Refused(code=Code.AXES, rule=rule, observed=str(error), at=anchor, progress=4) from error
+        code = Code.AXES if softmax.is_divided else Code.WRITTEN_BY_HAND
+        raise Refused(code=code, rule=rule, observed=str(error), at=anchor, progress=4) from error
 
 
 def _to_product(mirror: Mirror, softmax: Softmax) -> tuple[Contraction, list[Step]]:
@@ -122,7 +123,7 @@ def _match(
     others = own | sums.nodes | sums.others
     _check_readers(mirror, others, product, steps)
     if not (with_sinks or softmax.is_divided):
-        raise AxisError("the sinks differ from query to query")
+        raise AxisError("the sinks differ from query to query, and a kernel takes one number a head")
     sunk = sinks.behind(mirror, anchor, scores.dims, sums, others) if with_sinks else None
     if sunk is not None:
         scores.dims = sunk.dims
@@ -205,8 +206,8 @@ def _check_divided(
     if sunk is None or is_read:
         raise Refused(
             code=Code.WRITTEN_BY_HAND,
-            rule="exponentials of the scores, or their product with v, are divided by their sum, and have no other reader",
-            observed=f"{softmax.node.name} has others" if is_read else f"{softmax.node.name} is not",
+            rule="a written-out softmax divides exponentials, or their product with v, by their sum, and nothing else reads them",
+            observed=f"{softmax.node.name} is {'read elsewhere, too' if is_read else 'divided by another or a changed sum'}",
             at=softmax.node,
             progress=3,
         )
@@ -263,17 +264,16 @@ def _check_readers(mirror: Mirror, allowed: frozenset[fx.Node], product: Contrac
         for user in mirror.readers(node):
             if user in allowed or not views.reads_elements(user, node):
                 continue
-            is_cheap = _reaches_softmax(mirror, node, user) or not gradients.carries(
-                mirror, node if user.op == "output" else user
-            )
+            at = node if user.op == "output" else user
+            is_cheap = _reaches_softmax(mirror, node, user) or not gradients.carries(mirror, at)
             joins = is_written or not allowed.isdisjoint(reached([user], attrgetter("users")))
             if joins or not is_cheap:
                 raise Refused(
                     code=Code.SCORES_READ,
                     rule="nothing besides the softmax takes a gradient to the scores, changes them or joins them again",
-                    observed=f"{user.name} reads {node.name}",
+                    observed=f"{'the graph returns' if at is node else user.name + ' reads'} {node.name}",
                     remedy=_JOINED if joins else None,
-                    at=user,
+                    at=at,
                     progress=4,
                 )
 
@@ -322,7 +322,7 @@ def _values(
             progress=4,
         )
     if len(free) != 1:
-        raise AxisError(f"v has {len(free)} free axes")
+        raise AxisError(f"{weighted.node.name} leaves {len(free)} axes of v, and not its head dim alone")
     size = axes.shape_exprs(views.value(v_node))[v_labels.index(free[0])]
     meaning[free[0]] = (Atom(size),)
     out_dims = tuple(meaning[label] for label in weighted.out_labels)

@@ -196,7 +196,7 @@ def follow(mirror: Mirror, anchor: fx.Node, way: Way, scores: Scores, key: Dim, 
         raise Refused(
             code=Code.SINK_COLUMN,
             rule="the sink column is dropped again",
-            observed="it reaches the values",
+            observed=f"weights of the column in {anchor.name} reach the values",
             at=anchor,
             progress=4,
         )
@@ -211,7 +211,7 @@ def _check_sum(node: fx.Node, is_one: bool, along: Dim, key: Dim, before: Iterab
     if list(along) != list(axes.resolve(key)):
         raise AxisError(f"{node.name} divides the weights by their sum along another axis than the softmax")
     if scores.sinks is not None or not is_one:
-        raise AxisError(f"{node.name} divides weights that do not sum to 1 by their sum")
+        raise AxisError(f"{node.name} divides by their sum weights that do not sum to 1, or are read elsewhere, too")
     if any(n.target is aten.dropout.default and views.dropout_probability(n) for n in before):
         raise AxisError(f"{node.name} divides the weights that dropout left by their sum")
 
