@@ -260,6 +260,8 @@ def _compiled(program: Program, wanted: Sequence[Any], outcome: Outcome, *, ours
             options["lowerings"] = program.lowerings
         if program.unpad:
             options["unpad"] = True
+        if program.share:
+            options["share_prefix"] = True
         compiled = torch.compile(
             program.function(), backend="attn_compiler", fullgraph=program.is_whole, dynamic=dynamic, options=options
         )

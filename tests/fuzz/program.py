@@ -30,7 +30,7 @@ class Input:
     kind: "normal", "large" (scores of hundreds), "small" (near zero), "positive" (0-d), "kept" (bool, True for the first of each
     free axis), "split" (bool, both truth values in each row of the last two axes), "padding" (whole numbers 0 and 1, the first is 1),
     "filled" (whole numbers, 1 up to some place in each row and 0 behind it; of a size "fill" the places are others), "ids" (whole numbers
-    0 to 2), "length" (1 to 3).
+    0 to 2), "alike" (the same, and rows begin as others), "length" (1 to 3).
     layout: text of a view that the caller makes of the base, in which `{}` stands for it.
     """
 
@@ -57,6 +57,8 @@ class Input:
             return _both_values(value > 0).to(device)
         if self.kind == "filled":
             return self._filled(shape, generator, sizes.get("fill", 0)).to(device)
+        if self.kind == "alike":
+            return _alike(value, generator).to(device)
         if self.kind == "padding":
             return _first_true(value > 0).long().to(device)
         return (value if self.kind == "ids" else value + 1).to(device)
@@ -75,6 +77,15 @@ def _first_true(kept: torch.Tensor) -> torch.Tensor:
         if kept.shape[axis]:
             kept.select(axis, 0).fill_(True)
     return kept
+
+
+def _alike(rows: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Let each row begin as an earlier one, up to a place of its own. Groups, trees and equal rows come of it."""
+    batch, positions = rows.shape
+    for row in range(1, batch):
+        leader, end = (int(torch.randint(most, (), generator=generator)) for most in (row, positions + 1))
+        rows[row, :end] = rows[leader, :end]
+    return rows
 
 
 def _both_values(x: torch.Tensor) -> torch.Tensor:
@@ -108,7 +119,7 @@ class Program:
     and outputs by name. reads: how the caller reads each output, in which `{}` stands for it; none if as they are.
 
     rule: the generator that it comes from. sizes: by name; others, third: those of a second and a third call, none without one.
-    lowerings: the option, None for the default. inner, unpad: options.
+    lowerings: the option, None for the default. inner, unpad: options. share: the option share_prefix.
     """
 
     rule: str
@@ -127,6 +138,7 @@ class Program:
     device: str = "cpu"
     reads: tuple[str, ...] = ()
     unpad: bool = False
+    share: bool = False
 
     @property
     def source(self) -> str:
@@ -178,7 +190,9 @@ class Program:
         ]
         head.append(
             f"# rule: {self.rule}; {self.dtype}; sizes: {', then '.join(map(str, self.calls))}; dynamic: {self.dynamic}; "
-            f"lowerings: {self.lowerings}; inner: {self.inner}; verify: {self.verify}" + "; unpad" * self.unpad
+            f"lowerings: {self.lowerings}; inner: {self.inner}; verify: {self.verify}"
+            + "; unpad" * self.unpad
+            + "; share" * self.share
         )
         tail = [f"# then the caller: {line}" for line in self.after]
         tail += [

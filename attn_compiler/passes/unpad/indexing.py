@@ -15,8 +15,8 @@ from attn_compiler.passes.unpad.forms import FormRecipe, Indexed, Need, places, 
 aten = torch.ops.aten
 
 
-class Maker(Protocol):
-    """Making, as it is needed here (making.py)."""
+class IndexMaker(Protocol):
+    """The part of making.Maker that places of tokens need."""
 
     @property
     def given(self) -> Any: ...
@@ -31,7 +31,7 @@ class Maker(Protocol):
 def indexed(node: fx.Node, form: Indexed) -> FormRecipe:
     """Return the recipe of a plain value's elements at the real tokens."""
 
-    def make(maker: Maker, given: tuple[fx.Node, ...]) -> fx.Node:
+    def make(maker: IndexMaker, given: tuple[fx.Node, ...]) -> fx.Node:
         x = given[0]
         for _ in range(form.rank - x.meta["example_value"].dim()):
             x = maker.call(aten.unsqueeze.default, x, 0)
@@ -53,7 +53,7 @@ def _is_one(size: int | torch.SymInt) -> bool:
     return isinstance(size, int) and size == 1
 
 
-def _flat(maker: Maker, x: fx.Node, i: int, j: int) -> fx.Node:
+def _flat(maker: IndexMaker, x: fx.Node, i: int, j: int) -> fx.Node:
     """Turn (rows, positions) at i and j into (1, tokens)."""
     if (i, j) != (0, 1):
         x = maker.call(aten.movedim.intlist, x, [i, j], [0, 1])
@@ -69,7 +69,7 @@ def unpacked(analysis: Analysis, node: fx.Node) -> FormRecipe:
     (i,), (j,) = places(dims, analysis.batch), places(dims, analysis.seq)
     require_alone(analysis, node, dims, (i, j))
 
-    def make(maker: Maker, given: tuple[fx.Node, ...]) -> fx.Node:
+    def make(maker: IndexMaker, given: tuple[fx.Node, ...]) -> fx.Node:
         x = given[0]
         if i == j:
             rows = x if i == 0 else maker.call(aten.movedim.int, x, i, 0)
@@ -94,7 +94,7 @@ def unpacked(analysis: Analysis, node: fx.Node) -> FormRecipe:
     return FormRecipe(needs=(Need(node, "packed"),), make=make)
 
 
-def _split(maker: Maker, whole: fx.Node, i: int, j: int, sizes: list[int | fx.Node]) -> fx.Node:
+def _split(maker: IndexMaker, whole: fx.Node, i: int, j: int, sizes: list[int | fx.Node]) -> fx.Node:
     """Turn (rows · positions, ...) into rows and positions at i and j."""
     if i == j:
         return whole if i == 0 else maker.call(aten.movedim.int, whole, 0, i)

@@ -21,7 +21,7 @@ class Draft:
 
     grads: some inputs want gradients. writes: the text may write in place. widest: the dtype that a softmax may run in.
     last: what the text does right before it returns. repeated: of k and v those that have as many heads as q by now.
-    unpad, reads: see Program. others, third: sizes of a second and a third call, if the rule has its own.
+    unpad, share, reads: see Program. others, third: sizes of a second and a third call, if the rule has its own.
     kept: names of the conditions that were put on `s`, in its dimensions.
     """
 
@@ -44,6 +44,7 @@ class Draft:
     repeated: set[str] = field(default_factory=set)
     kept: list[str] = field(default_factory=list)
     unpad: bool = False
+    share: bool = False
     reads: list[str] = field(default_factory=list)
     others: dict[str, int] = field(default_factory=dict)
     third: dict[str, int] = field(default_factory=dict)

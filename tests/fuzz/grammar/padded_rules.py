@@ -1,4 +1,7 @@
-"""Padded batches: models of ops around attentions, compiled with `unpad`, of whose outputs only what stands at real tokens is read."""
+"""Padded batches: models of ops around attentions, compiled with `unpad`, of whose outputs only what stands at real tokens is read.
+
+Shared prompts: such models of rows that begin alike, compiled with `share_prefix`; all outputs are read.
+"""
 
 from __future__ import annotations
 
@@ -159,6 +162,50 @@ def padded_batches(draft: Draft) -> None:
         draft.add(f"{out} = {ending}")
         draft.outputs.append(out)
         draft.reads.append(_ENDINGS[ending].replace("real", f"({real})"))
+
+
+def shared_prompts(draft: Draft) -> None:
+    """Compute what several rows begin with once, and give all that the model gives. Every attention has a diagonal in most programs."""
+    draft.share = True
+    draft.unpad = draft.maybe(4)
+    sizes = draft.sizes
+    heads = draft.pick(2, 1)
+    length = max(sizes["q"], draft.pick(4, 5, 8, 11))
+    sizes.update(
+        b=max(sizes["b"], draft.pick(2, 3, 4)), kv=heads, h=heads, q=length, k=length, d=draft.pick(4, 8), fill=0
+    )
+    if length > 16:
+        # Of a GPU: its kernels take no smaller ones.
+        sizes["d"] = 16
+    sizes["e"] = sizes["d"]
+    if draft.maybe(3):
+        draft.others = {**sizes, "b": draft.number(2, 5)}
+    wide = "h*d"
+    given = draft.new("pad", ("b", "q"), "filled", grad=False)
+    ids, table = draft.new("ids", ("b", "q"), "alike"), draft.new("t", (3, wide), grad=draft.grads)
+    draft.add(f"x = F.embedding({ids}, {table})", f"n, real = x.shape[1], {given}")
+    shapes = {"w": (wide,), "p": ("q", wide), "m": (wide, wide)}
+    for name, shape in shapes.items():
+        draft.add(f"{name} = {draft.new(name, shape, 'normal' if name != 'm' else 'small')}")
+    at = "torch.arange(n, device=x.device)"
+    near = f"{at}[:, None] - {at}[None, :]"
+    band = draft.pick(*[f"({near} >= 0)"] * 4, *[f"(({near} >= 0) & ({near} < 3))"] * 4, f"(({near}).abs() <= 1)")
+    keys = draft.pick("", "", f" & ({given} != 0)[:, None, None, :]")
+    draft.add(f"allowed = {band}[None, None]{keys}")
+    alone = [step for step in _ALONE if " r" not in step and "x.shape[0]" not in step]
+    for _ in range(draft.number(1, 2)):
+        for _ in range(draft.number(0, 2)):
+            draft.add(draft.pick(*_TOGETHER) if draft.maybe(8) else draft.pick(*alone))
+        _attention(draft, wide)
+    for _ in range(draft.pick(1, 2)):
+        ending = draft.pick(*("x", "x[:, 0]", "x[:, -1]", "x.transpose(0, 1)", _LOSS) * 4, *_ENDINGS)
+        if "y." in ending or "y[" in ending or "(y" in ending:
+            _labels(draft)
+        out = draft.name("o")
+        draft.add(f"{out} = {ending}")
+        draft.outputs.append(out)
+        # Beside `unpad`, padding is given as 0 where rows can not share.
+        draft.reads.append(_ENDINGS[ending].replace("real", f"({given})") if draft.unpad else "{}")
 
 
 def _tokens(draft: Draft) -> str:

@@ -87,6 +87,7 @@ RULES: dict[str, Rule] = {
     "masks known": mask_rules.masks_known,
     "rows without keys": keyless_rules.rows_without_keys,
     "padded batches": padded_rules.padded_batches,
+    "shared prompts": padded_rules.shared_prompts,
     "masks made": mask_rules.masks_made,
     "masks as algebra": mask_rules.masks_as_algebra,
     "masks partly written": mask_rules.masks_partly_written,
@@ -153,7 +154,7 @@ def programs(
     """One random program of a rule. large: sizes that a GPU's kernels take. inner: what compiles the rest, without it one of several."""
     # The last of the lowerings is Triton's, unless one alone was asked for.
     possible = lowerings[-1:] if rule in TILES else lowerings + lowerings[-1:] * 3 if rule in PROOFS else lowerings
-    if rule == "padded batches" and len(lowerings) > 1:
+    if rule in ("padded batches", "shared prompts") and len(lowerings) > 1:
         possible = PADDED_LOWERINGS
     if rule == "linear attention" and len(lowerings) > 1:
         possible = linear_rules.LINEAR_LOWERINGS
@@ -196,4 +197,5 @@ def programs(
         verify=draw(st.integers(1, 2 if rule in PROOFS else 16)) == 2,
         device=device,
         unpad=draft.unpad,
+        share=draft.share,
     )

@@ -1,6 +1,18 @@
 """Planted faults: changes of our own code that make some result wrong. The fuzzer has to find them (python -m tests.fuzz.recall)."""
 
-from tests.fuzz.planted import algebra, borders, expressions, keyless, linear, lowering, padding, reading, sites, views
+from tests.fuzz.planted import (
+    algebra,
+    borders,
+    expressions,
+    keyless,
+    linear,
+    lowering,
+    padding,
+    prompts,
+    reading,
+    sites,
+    views,
+)
 from tests.fuzz.planted.fault import KERNELS, DoesNotApply, Fault, plant, swap
 
 FAULTS: tuple[Fault, ...] = (
@@ -12,6 +24,7 @@ FAULTS: tuple[Fault, ...] = (
     *borders.ALL,
     *keyless.ALL,
     *padding.ALL,
+    *prompts.ALL,
     *linear.ALL,
     *algebra.ALL,
 )
