@@ -121,8 +121,8 @@ def _keyless(piece: Piece) -> torch.Tensor | None:
 
 
 def _readable_lse(lse: torch.Tensor, empty: torch.Tensor | None) -> torch.Tensor:
-    """Return the lse in the strides that the kernel makes it in, and finite."""
-    lse = lse if empty is None else lse.masked_fill(empty, 0.0)
+    """Return the lse in the strides that the kernel makes it in, and so high that queries without keys have weights of 0."""
+    lse = lse if empty is None else lse.masked_fill(empty, torch.finfo(lse.dtype).max)
     return lse.transpose(1, 2).contiguous().transpose(1, 2)
 
 

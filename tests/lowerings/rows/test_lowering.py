@@ -296,3 +296,19 @@ def test_what_it_has_no_argument_for_is_refused(spec: dict[str, Any], rule: str)
 def test_of_what_is_added_to_scores_it_takes_numbers_by_distance() -> None:
     assert TAKES.parts & ADDED == {"distances", "slopes"}
     assert TAKES.beyond(make_spec(device="cpu", changes=(bias(1, 8, 128, 128),))) == {"bias"}
+
+
+def test_queries_without_keys_beside_large_scores_change_no_gradient() -> None:
+    """Found by the fuzzer: exponentials of scores above 88 were infinite for them, times gradients of 0."""
+
+    def near(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        at = torch.arange(x.shape[2])
+        allowed = ((at[:, None] - at[None, :]).abs() <= 1)[None, None] & mask[:, None, None, :]
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=allowed)
+
+    mask = torch.arange(11).expand(2, 11) < torch.tensor([[11], [4]])
+    x = (torch.randn(2, 2, 11, 8, generator=torch.Generator().manual_seed(0)) * 12).requires_grad_()
+    compiled = torch.compile(near, backend="attn_compiler", options={"lowering": "rows", "inner": "eager"})
+    (mine,), (right,) = (torch.autograd.grad(f(x, mask).sum(), x) for f in (compiled, near))
+    torch.testing.assert_close(mine, right)
+    assert attn_compiler.reports()[-1].sites[0].decision.lowering == "rows"
