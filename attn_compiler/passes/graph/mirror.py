@@ -23,6 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from attn_compiler.passes.graph import bodies, closed, fragments, mutation, vmap_axes
+from attn_compiler.passes.graph.calls import reached
 from attn_compiler.passes.graph.fragments import Fragments
 from attn_compiler.passes.graph.vmap_axes import VmapAxis
 from attn_compiler.torch_private import tracing as torch_tracing
@@ -161,13 +162,7 @@ def _by_memory(writers: mutation.Writers) -> dict[StorageWeakRef, list[fx.Node]]
 
 def _live(graph: fx.Graph, writers: mutation.Writers) -> set[fx.Node]:
     roots = [n for n in graph.nodes if n.op == "output" or n.target is opaque] + [writer for writer, _ in writers]
-    live: set[fx.Node] = set()
-    while roots:
-        node = roots.pop()
-        if node not in live:
-            live.add(node)
-            roots.extend(node.all_input_nodes)
-    return live
+    return set(reached(roots))
 
 
 def is_opaque(node: fx.Node) -> bool:

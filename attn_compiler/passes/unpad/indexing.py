@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -24,6 +23,8 @@ class IndexMaker(Protocol):
     def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> fx.Node: ...
 
     def whole_size(self, axis: int) -> int | fx.Node: ...
+
+    def whole_number(self) -> int | fx.Node: ...
 
     def is_token(self) -> fx.Node: ...
 
@@ -80,14 +81,12 @@ def unpacked(analysis: Analysis, node: fx.Node) -> FormRecipe:
         if maker.given.places is not None:
             whole = maker.call(aten.index_select.default, rows, 0, maker.given.places)
             return _split(maker, whole, i, j, [batch, length])
-        total = batch * length if isinstance(batch, int) and isinstance(length, int) else None
-        flat = total if total is not None else maker.call(operator.mul, batch, length)
         others = list(rows.meta["example_value"].shape[1:])
         is_filling = maker.call(torch.logical_not, maker.is_token())
         for axis in range(len(others)):
             is_filling = maker.call(aten.unsqueeze.default, is_filling, axis + 1)
         rows = maker.call(torch.masked_fill, rows, is_filling, 0)
-        zeros = maker.call(aten.new_zeros.default, rows, [flat, *others])
+        zeros = maker.call(aten.new_zeros.default, rows, [maker.whole_number(), *others])
         whole = maker.call(aten.index_put.default, zeros, [maker.given.tokens], rows)
         return _split(maker, whole, i, j, [batch, length])
 

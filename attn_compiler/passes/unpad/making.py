@@ -265,6 +265,13 @@ class Maker:
         source = self._plain(self.analysis.padding.tensor.node).make(self, ())
         return self.call(aten.sym_size.int, source, axis)
 
+    def whole_number(self) -> int | fx.Node:
+        """Return the number of positions of all rows of the padded batch."""
+        rows, positions = self.whole_size(0), self.whole_size(1)
+        if isinstance(rows, int) and isinstance(positions, int):
+            return rows * positions
+        return self.call(operator.mul, rows, positions)
+
     def mask(self, pairs: PackedPairs, tensors: Mapping[str, fx.Node], q: fx.Node) -> fx.Node:
         """Return which tokens of one row see each other: bool (1, 1, T, T); or the additions to their scores: (1, H, T, T) in q's dtype.
 
@@ -296,10 +303,7 @@ class Maker:
     def _all_places(self) -> fx.Node:
         """Return int64 (B · S,): the places of keys."""
         device = self.value(self.given.tokens).device
-        batch, length = self.whole_size(0), self.whole_size(1)
-        total = batch * length if isinstance(batch, int) and isinstance(length, int) else None
-        number = self.call(operator.mul, batch, length) if total is None else total
-        return self.call(torch.arange, number, device=device)
+        return self.call(torch.arange, self.whole_number(), device=device)
 
     def _scored(self, allowed: fx.Node, scores: PackedScores, tensors: Mapping[str, fx.Node], q: fx.Node) -> fx.Node:
         queries, keys = self._of_queries(self._places()), self._keys()

@@ -48,7 +48,7 @@ def _number(maker: Maker, size: int | torch.SymInt) -> Number:
         if axes.same_size(expr, atom.size):
             return maker.whole_size(axis)
     if axes.same_size(expr, maker.analysis.batch.size * maker.analysis.seq.size):
-        return maker.call(operator.mul, maker.whole_size(0), maker.whole_size(1))
+        return maker.whole_number()
     raise KeepsPadding(Code.PADDING_SIZES, "sizes besides those of the batch are known", str(expr))
 
 

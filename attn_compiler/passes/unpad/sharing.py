@@ -7,12 +7,13 @@ visible changes: an op that mixes positions reads the model's own tensor, of whi
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import fx
 
 from attn_compiler.passes.graph import axes, gradients, mutation, views
+from attn_compiler.passes.graph.calls import reached
 from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.site import Site
 from attn_compiler.passes.unpad import forms, rules
@@ -36,7 +37,7 @@ class SharedAnalysis(Analysis):
 
     def __init__(self, mirror: Mirror, padding: Padding, pairs: Mapping[Site, PackedPairs]) -> None:
         self.windows = tuple(dict.fromkeys(_left(own.band) for own in pairs.values()))
-        self._above = _above(site.match.anchor for site in pairs)
+        self._above = set(reached(site.match.anchor for site in pairs))
         self._stops: dict[fx.Node, KeepsPadding] = {}
         self._asked: set[Need] = set()
         self._tells: dict[Need, frozenset[Need] | None] = {}
@@ -201,18 +202,6 @@ def _drawn(node: fx.Node) -> KeepsPadding:
         at=node,
         remedy="set dropout to 0, or call the model in eval mode",
     )
-
-
-def _above(anchors: Iterator[fx.Node]) -> set[fx.Node]:
-    """Return the nodes that attentions are computed from, with these."""
-    found: set[fx.Node] = set()
-    waiting = list(anchors)
-    while waiting:
-        node = waiting.pop()
-        if node not in found:
-            found.add(node)
-            waiting.extend(node.all_input_nodes)
-    return found
 
 
 def _before_repeat(x: fx.Node) -> fx.Node | None:
