@@ -111,7 +111,7 @@ def _peaks(line: Line) -> str:
         return ""
     row = row_of(_MEMORY, **line.wanted)
     sides = (row[f"{side}_peak_mib"] for side in ("inductor", "attn_compiler"))
-    both = " → ".join(f"{float(mib) / 1024:.1f}" for mib in sides if mib)
+    both = " → ".join(f"{float(mib) / 1024:.{1 if float(mib) >= 1024 else 2}f}" for mib in sides if mib)
     return f"[{both} GiB](benchmarks/results/{_MEMORY}.csv)" if "→" in both else ""
 
 
@@ -141,25 +141,14 @@ def beside_flex() -> str:
     return f"{min(ratios):.2f} to {max(ratios):.2f} times as fast in {len(ratios)} cases"
 
 
-def summary() -> str:
-    """Cases of h200.csv, their geometric mean, the slowest, and how many ran kernels of optional packages."""
-    optional = sum(not _OPTIONAL.isdisjoint(row["lowerings"].split()) for row in _that_gained("h200"))
-    return f"{_summed_up('h200', 'on an H200')}; {optional} ran optional kernels"
-
-
-def held_out() -> str:
-    """The same of models that nothing was tuned for."""
-    return _summed_up("held_out_h200", "of held-out models")
-
-
-def _summed_up(name: str, what: str) -> str:
-    ratios = [float(row["ratio"]) for row in _that_gained(name)]
-    mean = statistics.geometric_mean(ratios)
-    return f"{len(ratios)} cases {what}: geometric mean {mean:.2f}x, the slowest {min(ratios):.2f}x"
-
-
-def _that_gained(name: str) -> list[dict[str, str]]:
-    return [row for row in rows_of(name) if has_gain(row)]
+def summary(name: str) -> str:
+    """Of a CSV of whole models: the geometric mean, how many cases, the slowest, and how many ran kernels of optional packages."""
+    every = rows_of(name)
+    rows = [row for row in every if has_gain(row)]
+    ratios = [float(row["ratio"]) for row in rows]
+    optional = sum(not _OPTIONAL.isdisjoint(row["lowerings"].split()) for row in rows)
+    mean = f"{statistics.geometric_mean(ratios):.2f}x over {len(rows)}{f' of {len(every)}' * (every != rows)} cases"
+    return f"geometric mean {mean}, slowest {min(ratios):.2f}x, optional kernels in {optional}"
 
 
 MODELS = {

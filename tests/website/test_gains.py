@@ -17,10 +17,14 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 def test_readmes_table_is_made_from_the_rows() -> None:
     assert "\n".join(gains.readme()) in README
-    assert gains.summary() in README
-    assert gains.held_out() in README
+    assert gains.summary("held_out_h200") in README
+    assert gains.summary("h200") in README
     assert gains.beside_flex() in README
-    assert "\n".join(gains.embedding()) in README
+    for line in gains.embedding():
+        # What is as fast as ours or faster, and the next.
+        sides = re.findall(r"([\w ]+? \d+ ms) \(", line)
+        shown = max(2, 1 + next(place for place, side in enumerate(sides) if side.strip().startswith("ours")))
+        assert [side for side in sides[:shown] if side.strip() not in README] == []
 
 
 def test_a_row_that_is_not_one_is_told() -> None:
@@ -50,7 +54,7 @@ def test_peak_memory_is_said_of_what_was_measured(monkeypatch: pytest.MonkeyPatc
     llama, mini = gains.README[2], gains.README[4]
     row = {**llama.wanted, "inductor_peak_mib": "2048", "attn_compiler_peak_mib": "512"}
     monkeypatch.setattr(gains, "rows_of", lambda name: [row] if name == "memory_h200" else [])
-    assert gains._peaks(llama) == "[2.0 → 0.5 GiB](benchmarks/results/memory_h200.csv)"
+    assert gains._peaks(llama) == "[2.0 → 0.50 GiB](benchmarks/results/memory_h200.csv)"
     assert gains._peaks(mini) == ""
     row["inductor_peak_mib"] = ""
     assert gains._peaks(llama) == ""
