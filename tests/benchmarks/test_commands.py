@@ -27,6 +27,7 @@ SMALLEST = {
     "bench_host": "--dry-run",
     "bench_linear": "--only gated --head-dim 16 --longest 1 --seconds 0",
     "bench_memory": "--cases bert/sdpa/prefill --size small --device cpu --seconds 0",
+    "bench_shared_prompts": "--dry-run --layers 1 --cases Llama*step --sides shared --seconds 0",
     "linear_errors": "--recurrences delta --dtypes float32 --lengths 3",
 }
 
