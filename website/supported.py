@@ -81,24 +81,24 @@ _DOCUMENTS = masks.Document(of_key=Load("documents", (_B, _K), "int"))
 FEATURES: dict[str, dict[str, object]] = {
     "training": {"needs_grad": True},
     "dropout": {"needs_grad": True, "dropout": 0.125},
-    "fewer heads of k and v": {"heads_kv": 4},
-    "another head dim of v": {"head_dim": 128, "head_dim_v": 64},
+    "GQA: fewer key and value heads": {"heads_kv": 4},
+    "a different head dim of v": {"head_dim": 128, "head_dim_v": 64},
     "causal": {"mask": causal()},
-    "causal, from the last key": {"mask": causal(masks.Alignment.BOTTOM_RIGHT), "length": 1024, "length_kv": 2048},
-    "window": {"mask": _masked(_WINDOW)},
+    "causal, bottom-right": {"mask": causal(masks.Alignment.BOTTOM_RIGHT), "length": 1024, "length_kv": 2048},
+    "sliding window": {"mask": _masked(_WINDOW)},
     "padding": {"mask": _masked(_PADDING, _ROWS)},
-    "lengths of rows": {"mask": _masked(_LENGTHS, _ROWS)},
+    "a length for each row": {"mask": _masked(_LENGTHS, _ROWS)},
     "documents": {"mask": _masked(_DOCUMENTS)},
-    "a mask that was not read": {"mask": masks.MaskSpec(dense=_FULL, reason="it comes in from outside of this graph")},
+    "unrecognised mask": {"mask": masks.MaskSpec(dense=_FULL, reason="it comes in from outside of this graph")},
     "learned bias, training": {
         "needs_grad": True,
         "bias": scores.DenseBias(shape=(1, 16, 2048, 2048), dtype="bfloat16"),
     },
     "softcap": {"changes": (scores.Softcap(cap=50.0),)},
     "sinks": {"changes": (scores.Sinks(requires_grad=False),)},
-    "one query": {"length": 1, "length_kv": 2048},
-    "lengths that are symbols": {"length": "s0", "length_kv": "s0"},
-    "returned weights": {"returns_weights": True},
+    "decoding: one query": {"length": 1, "length_kv": 2048},
+    "dynamic shapes": {"length": "s0", "length_kv": "s0"},
+    "returned attention weights": {"returns_weights": True},
 }
 #: on a site of the model's own spelling
 _SPELLED_OUT = {"decomposed": True}
@@ -188,7 +188,7 @@ def _of_machine(name: str) -> str:
         bare, full = (_chosen(targets[name], dtype, changes) for targets in (BARE, MACHINES))
         differ = differ or bare != full
         rows.append([feature, _ticked(bare), _linked(full) if full != bare else ""])
-    heads = ["attention", "kernel", "with fa4 and cuDNN's frontend"]
+    heads = ["attention", "kernel", "with the extras fa4 and cudnn"]
     wide = len(heads) if differ else 2
     return _table(heads[:wide], [row[:wide] for row in rows])
 
