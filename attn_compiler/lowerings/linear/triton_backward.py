@@ -15,14 +15,14 @@ from attn_compiler.lowerings.linear import plain_calls
 from attn_compiler.lowerings.linear.kernels import backward as kernels, channel_backward
 from attn_compiler.lowerings.linear.triton_launch import BLOCK, chunks
 from attn_compiler.lowerings.linear.triton_passes import reverse, states
-from attn_compiler.lowerings.linear.triton_sizes import empty, strides, tile, wide
+from attn_compiler.lowerings.linear.triton_sizes import LinearSizes, empty, strides, tile, wide
 from attn_compiler.lowerings.linear.triton_tensors import LinearTensors
 from attn_compiler.lowerings.shared.calls.leaf_calls import or_else
 from attn_compiler.lowerings.shared.launching.launch import Arguments, launch
 from attn_compiler.lowerings.shared.launching.on_device import on
 
-#: columns of v that the kernels with most accumulators take at once: more would spill registers
-_COLUMNS = 16
+#: least columns of v
+_LEAST = 16
 
 
 def backward(*given: Any) -> tuple[Tensor, ...]:
@@ -90,12 +90,13 @@ def _chunk_gradients(call: LinearTensors, skip: Tensor | None) -> Tensor | None:
     if skip is not None:
         named["part_skip"] = empty((sizes.batch, sizes.heads, sizes.chunks), named["q"])
     if not call.is_delta:
-        call.run(kernels.value_gradients, sizes.rows * sizes.chunks, stages=1, BV=min(2 * _COLUMNS, sizes.columns))
+        call.run(kernels.value_gradients, sizes.rows * sizes.chunks, stages=1)
     summed = ("g", "beta") if call.is_delta else ("g",)
     shares = (sizes.shares, sizes.batch, sizes.length, sizes.heads)
     for name in summed:
         named[f"part_{name}"] = named[f"grad_{name}"] if sizes.shares == 1 else empty(shares, named["q"])
-    call.run(kernels.head_gradients, sizes.rows * sizes.chunks * sizes.shares, stages=1, BV=_COLUMNS)
+    columns = _fewer(sizes) if call.is_delta else sizes.columns
+    call.run(kernels.head_gradients, sizes.rows * sizes.chunks * sizes.shares, stages=1, BV=columns)
     for name in ("q", "k"):
         _rows(call, name)
     if sizes.shares > 1:
@@ -115,11 +116,16 @@ def _channel_gradients(call: LinearTensors) -> None:
     named["spoiled"] = torch.empty(many, dtype=torch.int32, device=q.device)
     named["grad_sums"] = empty((*many, sizes.chunk, wide(sizes.dim_k)), q)
     programs = sizes.rows * sizes.chunks
-    call.run(channel_backward.channel_gradients, programs * sizes.shares, stages=1, BV=_COLUMNS)
-    call.run(channel_backward.channel_pair_gradients, programs * (sizes.chunk // BLOCK), 8)
+    call.run(channel_backward.channel_gradients, programs * sizes.shares, stages=1, BV=_fewer(sizes))
+    call.run(channel_backward.channel_pair_gradients, programs * (sizes.chunk // BLOCK))
     call.run(channel_backward.decay_gradients, programs)
     for name in ("q", "k"):
         _rows(call, name)
+
+
+def _fewer(sizes: LinearSizes) -> int:
+    """Return the columns of v that the kernels with most accumulators take at once: more would spill registers."""
+    return max(sizes.columns // 2, _LEAST)
 
 
 def _rows(call: LinearTensors, name: str) -> None:

@@ -65,12 +65,13 @@ def chunks(call: LinearTensors) -> None:
     named["factors"] = empty((*many, 5, sizes.chunk), q)
     if not call.form.channel:
         named["sums"] = empty((*many, 2, sizes.chunk), q)
-        call.run(kernels.head_chunks, sizes.rows * sizes.chunks)
+        call.run(kernels.head_chunks, sizes.rows * sizes.chunks, registers=sizes.registers)
         return
     rows = (*many, sizes.chunk, wide(sizes.dim_k))
     named["sums"] = empty(rows, q)
     named.update({name: sizes.in_parts(rows, q) for name in ("queries", "early", "later")})
     named["lower"] = empty((*many, sizes.chunk, sizes.chunk), q)
     call.run(channel.channel_sums, sizes.rows * sizes.chunks, 8)
-    call.run(channel.channel_pairs, sizes.rows * sizes.chunks * (sizes.chunk // BLOCK), UNROLL=4)
+    blocks = sizes.rows * sizes.chunks * (sizes.chunk // BLOCK)
+    call.run(channel.channel_pairs, blocks, registers=sizes.registers)
     call.run(channel.channel_inverse, sizes.rows * sizes.chunks)

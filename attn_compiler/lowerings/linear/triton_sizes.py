@@ -19,7 +19,7 @@ Named = Mapping[str, Tensor]
 #: least size of a product on tensor cores
 _LEAST = 16
 #: tokens of a chunk: usually, and where heads of q and k are wider than `_USUAL`
-_CHUNK, _SHORT, _USUAL = 64, 32, 128
+_CHUNK, SHORT, _USUAL = 64, 32, 128
 #: columns of v of a program: usually, and where heads of q and k are wider
 _COLUMNS, _FEW = 64, 16
 #: channels of k in a program of gradients
@@ -59,7 +59,7 @@ class LinearSizes:
             dim_k=dim_k,
             dim_v=dim_v,
             parts=PARTS[precision] if is_half else 0,
-            chunk=_CHUNK if width <= _USUAL else _SHORT,
+            chunk=_CHUNK if width <= _USUAL else SHORT,
             columns=min(_COLUMNS if width <= _USUAL else _FEW, wide(dim_v)),
         )
 
@@ -87,6 +87,11 @@ class LinearSizes:
     def warps(self) -> int:
         """Warps of a pass over states: each has 16 columns, so that what they compute goes from product to product in registers."""
         return max(self.columns // 16, 1) if wide(self.dim_k) <= _USUAL else 4
+
+    @property
+    def registers(self) -> int | None:
+        """Most registers, so that three programs of 4 warps share a processor. None: short chunks, and float32, gain by more."""
+        return 168 if self.parts and self.chunk == _CHUNK else None
 
     @property
     def shares(self) -> int:
@@ -127,9 +132,9 @@ def wide(dim: int) -> int:
     return max(_LEAST, 1 << (dim - 1).bit_length())
 
 
-def tile(sizes: LinearSizes, warps: int = 4, stages: int = 2) -> Tile:
+def tile(sizes: LinearSizes, warps: int = 4, stages: int = 2, registers: int | None = None) -> Tile:
     """Return a kernel's compile options."""
-    return Tile(queries=sizes.chunk, keys=sizes.columns, warps=warps, stages=stages)
+    return Tile(queries=sizes.chunk, keys=sizes.columns, warps=warps, stages=stages, registers=registers)
 
 
 def in_half(*tensors: Tensor) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from attn_compiler.lowerings.linear.triton_sizes import LinearSizes, in_half, readable, strides, tile
+from attn_compiler.lowerings.linear.triton_sizes import PARTS, SHORT, LinearSizes, in_half, readable, strides, tile
 from attn_compiler.lowerings.shared.launching.launch import Arguments, ReadyKernel, launch
 from attn_compiler.lowerings.shared.launching.replaying import CallCache, call_cache
 from attn_compiler.spec.linear import LinearForm
@@ -41,6 +41,9 @@ class LinearTensors:
         }
         is_half = in_half(named["q"], named["k"], named["v"])
         sizes = LinearSizes.of(named["q"], named["v"], is_half=is_half, precision=form.precision)
+        if form.channel and op == "linear_chunks" and sizes.parts == PARTS["exact"]:
+            # Two chunks of tiles in three parts fill the shared memory.
+            sizes = dataclasses.replace(sizes, chunk=SHORT)
         same = call_cache(op, f"{text} {list(named)}", [*named.values(), *more])
         return LinearTensors(form=form, sizes=sizes, named=named, same=same)
 
@@ -77,7 +80,7 @@ class LinearTensors:
             grid=(programs, 1, 1),
             tensors={name: name.lower() if name.lower() in self.named else None for name in tensors},
             numbers={name: value for name, value in numbers.items() if name in kernel.arg_names},
-            tile=tile(self.sizes, warps, stages),
+            tile=tile(self.sizes, warps, stages, more.get("registers")),
         )
 
     def run(

@@ -55,7 +55,7 @@ def channel_sums(
 def channel_pairs(
     Q, K, Beta, Lower, Pairs, Sums, Norms, heads, group, length, chunks,
     q_b, q_s, q_h, k_b, k_s, k_h, beta_b, beta_s, beta_h,
-    C: tl.constexpr, DK: tl.constexpr, WK: tl.constexpr, PARTS: tl.constexpr, PLANES: tl.constexpr, UNROLL: tl.constexpr,
+    C: tl.constexpr, DK: tl.constexpr, WK: tl.constexpr, PARTS: tl.constexpr, PLANES: tl.constexpr,
 ):  # fmt: skip
     """Compute 16 rows of a chunk. Grid: (C / 16 chunks B H,). Lower: L, (B, H, chunks, C, C) in float32. Others: as in forward.py."""
     blocks: tl.constexpr = C // 16
@@ -78,7 +78,7 @@ def channel_pairs(
     grown = tl.exp(c_own - base[None, :])
     pairs = tl.trans(product(keys, tl.trans(q * grown), PARTS))
     lower = tl.trans(product(keys, tl.trans(k * grown), PARTS))
-    for one in tl.range(0, 16, loop_unroll_factor=UNROLL):
+    for one in tl.static_range(16):
         j = block * 16 + one
         # The chunk's last rows may be beyond the sequence; a and k are 0 there.
         is_key = (d < DK) & (chunk * C + j < length)
