@@ -2,11 +2,11 @@
 
     python -m benchmarks.bench_linear_gpu [--sizes smoke] [--dtype float16] [--budget 150]
 
-Sides: `inductor`, which compiles the model's own function; our lowerings; and flash-linear-attention, where it can be imported. Our kernels
-are measured first, on all cases; the others as long as the budget lasts. Inductor unrolls the loop over chunks of the delta rule, which
-takes minutes at 32k tokens: there it is measured up to `--unrolled` tokens. A row is written as soon as it is measured. `error` is the
-largest difference from the recurrence in float64, of the largest number, up to 4096 tokens. `assembler` is that of `linear_triton`.
-`graph_ms` is of a step of decoding in a CUDA graph, as engines decode.
+Sides: `inductor`, which compiles the model's own function; our lowerings, `linear_triton` in both precisions; and flash-linear-attention,
+where it can be imported. Our kernels are measured first, on all cases; the others as long as the budget lasts. Inductor unrolls the loop
+over chunks of the delta rule, which takes minutes at 32k tokens: there it is measured up to `--unrolled` tokens. A row is written as soon as
+it is measured. `error` is the largest difference from the recurrence in float64, of the largest number, up to 4096 tokens. `assembler` is
+that of `linear_triton`. `graph_ms` is of a step of decoding in a CUDA graph, as engines decode.
 """
 
 from __future__ import annotations
@@ -38,7 +38,12 @@ from benchmarks.linear_layers import LAYERS, Heads, LinearLayer
 
 KEYS = ("layer", "scenario", "batch", "length", "dtype", "side", "assembler")
 COLUMNS = ("p50_ms", "p20_ms", "graph_ms", "first_step_s", "peak_gib", "error", "error_grads", "taken", "failure")
-OURS = ("linear_triton", "linear_reference")
+#: our sides: a lowering, and the precision that is asked for
+OURS = {
+    "linear_triton": ("linear_triton", "exact"),
+    "linear_triton fla": ("linear_triton", "fla"),
+    "linear_reference": ("linear_reference", "exact"),
+}
 SIDES = (*OURS, "inductor", "fla", "eager")
 _COMPARED = 4096
 _WARM, _ROUNDS, _SECONDS = 3, 40, 1.0
@@ -82,7 +87,9 @@ def step_of(case: GpuCase, layer: LinearLayer) -> Callable[[], list[Tensor]]:
     """One call: a result, in training with all gradients."""
     settings: dict[str, Any] = {"backend": "inductor", "dynamic": False}
     if case.side in OURS:
-        settings |= {"backend": "attn_compiler", "options": {"lowering": case.side, "strict": True}}
+        lowering, precision = OURS[case.side]
+        options = {"lowering": lowering, "linear_precision": precision, "strict": True}
+        settings |= {"backend": "attn_compiler", "options": options}
     run: Callable[..., Tensor] = layer
     if case.side == "fla":
         run = linear_layers.by_fla(layer)
@@ -152,7 +159,7 @@ def measure(case: GpuCase, given: Namespace) -> Iterator[Row]:
     taken = [one.decision.lowering for report in attn_compiler.reports() for one in report.linear]
     times = sorted(timed(step))
     yield {
-        **case.names, "assembler": assembler() if case.side == "linear_triton" else "",
+        **case.names, "assembler": assembler() if case.side.startswith("linear_triton") else "",
         "p50_ms": f"{statistics.median(times):.4g}", **(_recorded(step) if case.scenario == "decode" else {}),
         "p20_ms": f"{times[len(times) // 5]:.4g}", "first_step_s": f"{first:.3g}", "peak_gib": f"{peak:.3g}",
         "taken": ", ".join(taken), **errors(case, layer, found),
@@ -195,7 +202,7 @@ def cases(given: Namespace) -> list[GpuCase]:
         unrolled = not (case.is_ssd or case.scenario == "decode" or case.length <= given.unrolled)
         return not (case.side == "inductor" and unrolled) and (case.side != "fla" or linear_layers.HAS_FLA)
 
-    wanted = given.sides.split(",") if given.sides else ["linear_triton", "fla", "linear_reference", "inductor"]
+    wanted = given.sides.split(",") if given.sides else [side for side in SIDES if side != "eager"]
     every = [
         GpuCase(layer=layer, scenario=scenario, batch=batch, length=length, dtype=given.dtype, side=side)
         for scenario, batch, length in SIZES[given.sizes]
@@ -204,7 +211,7 @@ def cases(given: Namespace) -> list[GpuCase]:
         for side in SIDES
         if side in wanted
     ]
-    places = {"linear_triton": 0, "fla": 1}
+    places = {"linear_triton": 0, "linear_triton fla": 1, "fla": 1}
     return sorted(filter(applies, every), key=lambda case: places.get(case.side, 2))
 
 
@@ -231,7 +238,7 @@ BENCH = Bench(
         arg("--grace", type=float, default=30.0, help="seconds after the budget, when what runs is ended (%(default)s)"),
         arg("--layers", default=",".join(LAYERS)),
         arg("--scenarios", default="training,prefill,decode"),
-        arg("--sides", default="", help="of linear_triton, linear_reference, inductor, fla, eager"),
+        arg("--sides", default="", help="of " + ", ".join(SIDES)),
         arg("--unrolled", type=int, default=2048, help="tokens that Inductor unrolls at most (%(default)s)"),
     ),
 )  # fmt: skip
