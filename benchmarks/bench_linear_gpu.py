@@ -4,9 +4,9 @@
 
 Sides: `inductor`, which compiles the model's own function; our lowerings, `linear_triton` in both precisions; and flash-linear-attention,
 where it can be imported. Our kernels are measured first, on all cases; the others as long as the budget lasts. Inductor unrolls the loop
-over chunks of the delta rule, which takes minutes at 32k tokens: there it is measured up to `--unrolled` tokens. A row is written as soon as
-it is measured. `error` is the largest difference from the recurrence in float64, of the largest number, up to 4096 tokens. `assembler` is
-that of `linear_triton`. `graph_ms` is of a step of decoding in a CUDA graph, as engines decode.
+over chunks of the delta rule, which takes minutes at 32k tokens: there it is measured up to `--unrolled` tokens. A row is written as soon
+as it is measured. `error` is the largest difference from the recurrence in float64, of the largest number, up to 4096 tokens. `assembler`
+is that of `linear_triton`. `graph_ms` is of a step of decoding in a CUDA graph, as engines decode.
 """
 
 from __future__ import annotations
