@@ -63,7 +63,7 @@ LINES = {
     "passes/unpad": 3315,  # prompts that rows share; int8; the work that packing saves
     "passes/writing": 2150,  # precision of linear attention; remedies of sites; with the state of delayed FP8 scaling
     "reasons": 835,  # names that begin so; a copy has a remedy, an estimate has words; a reason without a remedy has that of its page
-    "reporting": 2958,  # prompts that rows share; checks print; names of models; a short report
+    "reporting": 2971,  # prompts that rows share; checks, sites and misses print; names of models; a short report
     "spec": 2100,  # precision of linear attention; whether kernels use AVX-512
     # Says what is compiled for another process; the kernels folder is set for graphs with CUDA; a switch of Dynamo is set for each call.
     "torch_private": 3431,  # a module called as compiled; other names of ops; opens tensors that wrap others; ranges in profiles
@@ -93,7 +93,7 @@ TEST_LINES = {
     # The spellings of sinks are a table of their own.
     "passes": 34797,  # prompts that rows share, on ranks too; int8 without padding; symbolic head dims; masks read in full
     "reasons": 431,  # each remedy is held to one short sentence
-    "reporting": 2664,  # prompts that rows share; names of models; the short report; each reason has a remedy
+    "reporting": 2671,  # prompts that rows share; records print; names of models; the short report; each reason has a remedy
     "spec": 1461,
     "torch_private": 2398,  # ranges in profiles; a CUDA in use is planted; the folder of kernels is asked for here, no longer in lowerings
     "verifying": 3123,

@@ -58,6 +58,10 @@ class Steps:
         )
 
 
+def _counted(modules: Sequence[str]) -> str:
+    return modules[0] if len(modules) == 1 else f"{modules[0]} ×{len(modules)}"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SiteReport:
     """Every site that shares one spec, decision and set of copies (one row of the table).
@@ -89,12 +93,15 @@ class SiteReport:
     target: str = ""
     options: str = "{}"
 
+    def __str__(self) -> str:
+        where = f"{_counted(self.modules)} ({self.source}) on {self.target}"
+        return f"{where}: {self.decision.lowering}, mask {self.spec.mask.words}"
+
     def repro(self) -> str:
         """Return a program that computes the first of these sites alone, on random inputs, and times it: what a bug report holds."""
         from attn_compiler.reporting import repro
 
-        title = f"{self.modules[0]} ({self.source}) on {self.target}: {self.decision.lowering}, mask {self.spec.mask.words}."
-        return repro.script(self.spec, title, self.options)
+        return repro.script(self.spec, f"{self}.", self.options)
 
     @property
     def proved_as_dense(self) -> bool:
@@ -114,6 +121,9 @@ class MissReport:
     reason: Reason
     source: str | None = None
 
+    def __str__(self) -> str:
+        return f"{_counted(self.modules)} ({self.source}): {self.anchor} was missed: {self.reason}"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinearReport:
@@ -124,6 +134,9 @@ class LinearReport:
     spec: LinearSpec
     decision: Decision
     evidence: str | None = None
+
+    def __str__(self) -> str:
+        return f"{_counted(self.modules)}: {self.decision.lowering}, {self.function}"
 
     @property
     def function(self) -> str:

@@ -51,6 +51,13 @@ def test_a_failure_is_shown_and_is_not_a_graph_without_attention() -> None:
     assert "total: 2 graphs, 0 attention sites, 1 FAILED, 0 ms in passes" in merged
 
 
+def test_records_print_in_one_line() -> None:
+    mask = SITE.spec.mask.words
+    assert str(SITE) == f"model.layers.0.self_attn ×5 (modeling_llama.py:120) on {SITE.target}: hopper, mask {mask}"
+    assert str(REPORT.misses[0]) == f"pool.attn (vit.py:87): softmax(dim=1) was missed: {REPORT.misses[0].reason}"
+    assert str(dataclasses.replace(LINEAR, modules=("a",))) == f"a: linear_reference, {LINEAR.function}"
+
+
 def test_padding_that_is_computed_has_its_reason() -> None:
     kept = UnpadReport(kept=REASON, module="layers.0", source="m.py:3")
     assert (
