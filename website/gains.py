@@ -91,7 +91,7 @@ def _matching(name: str, wanted: Mapping[str, str]) -> list[dict[str, str]]:
 def readme() -> Iterator[str]:
     """README's table, in the order of the gain; with peak memory, if that was measured."""
     peaks = (RESULTS / f"{_MEMORY}.csv").is_file()
-    heads = ["model", "call", "Inductor", "ours", "gain", *(["peak memory"] if peaks else [])]
+    heads = ["model", "call", "Inductor, ms", "ours, ms", "gain", *(["peak memory, GiB"] if peaks else [])]
     yield _cells(heads)
     yield "|---" * len(heads) + "|"
     measured = [(line, row_of(line.file, **line.wanted)) for line in README]
@@ -101,7 +101,7 @@ def readme() -> Iterator[str]:
 
 def _line(line: Line, row: Row) -> list[str]:
     gain = f"[{float(row[line.gain]):.2f}x](benchmarks/results/{line.file}.csv)"
-    times = (f"{float(row[line.theirs]):.3g} ms", f"{float(row[line.ours]):.3g} ms")
+    times = (f"{float(row[line.theirs]):.3g}", f"{float(row[line.ours]):.3g}")
     return [line.model, line.call + _CARDS[row["device"]], *times, gain]
 
 
@@ -112,7 +112,7 @@ def _peaks(line: Line) -> str:
     row = row_of(_MEMORY, **line.wanted)
     sides = (row[f"{side}_peak_mib"] for side in ("inductor", "attn_compiler"))
     both = " → ".join(f"{float(mib) / 1024:.{1 if float(mib) >= 1024 else 2}f}" for mib in sides if mib)
-    return f"[{both} GiB](benchmarks/results/{_MEMORY}.csv)" if "→" in both else ""
+    return f"[{both}](benchmarks/results/{_MEMORY}.csv)" if "→" in both else ""
 
 
 def _cells(cells: Iterable[str]) -> str:

@@ -18,8 +18,8 @@ def described() -> dict[str, str]:
 
 
 def table() -> str:
-    """Every option with its default."""
-    words = described()
+    """Every option with its default; pages that its words name become links."""
+    words = {name: re.sub(r"docs/(\w+)\.md", r"[\1](../\1.md)", text) for name, text in described().items()}
     rows = [
         f"| `{field.name}` | `{field.default!r}` | {words[field.name].replace('|', chr(92) + '|')} |"
         for field in dataclasses.fields(Options)

@@ -28,11 +28,11 @@ def _gain_flex() -> Iterator[str]:
 
 
 def _ways() -> Iterator[str]:
-    yield "| way | sites / in the model | masks known | what equals eager's | tested by |"
-    yield "|---|---|---|---|---|"
+    yield "| way | sites / in the model | masks known | what equals eager's |"
+    yield "|---|---|---|---|"
     with (DOCS.parent / "tests" / "ways.csv").open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
-            yield f"| {row['way']} | {row['found']} / {row['there']} | {row['known']} | {row['equal']} | `{row['test']}` |"
+            yield f"| {row['way']} | {row['found']} / {row['there']} | {row['known']} | {row['equal']} |"
 
 
 def _families() -> Iterator[str]:
@@ -55,7 +55,7 @@ def _surveyed(release: str = "") -> list[survey.Result]:
 def _whole() -> Iterator[str]:
     """Totals of each package that is surveyed as a whole."""
     for package in PACKAGES:
-        yield from (f"### {package}", "", *whole.lines(today.read_csv(DOCS / f"{package}.csv")), "")
+        yield from (f"#### {package}", "", *whole.lines(today.read_csv(DOCS / f"{package}.csv")), "")
 
 
 #: by name, the text or the lines of what a page shows there

@@ -34,9 +34,9 @@ class Options:
     """Every option of ours, checked when built (InvalidOption).
 
     lowering: use this one alone. A site that it refuses stays untouched, with the reasons in the report. A lowering of attention leaves
-        linear attention alone, and the other way round; "untouched" is one of both.
+        linear attention alone, and the other way round; "untouched" holds for both.
     lowerings: consider only these, in this order.
-    strict: raise any failure on our side. Else it is a warning, and the failed part is compiled as the model made it.
+    strict: raise any failure on our side. Otherwise it is a warning, and the failed part is compiled as the model made it.
     dump_dir: write each pass's graphs there. The environment variable ATTN_COMPILER_DUMP_DIR is its default. "" means nowhere, as in the
         variable; "." is the current directory.
     check_invariants: verify the graph between passes.
@@ -46,17 +46,17 @@ class Options:
     inner: the compiler of the rewritten graph. "aot_eager" and "eager" are for debugging and ignore Inductor's options.
     fp8_recipe: run attention in FP8 where the recipe applies and a kernel can (fp8_recipe.py). Without it no attention runs in FP8.
     unpad: leave padding out. Only real tokens are computed, and the graph's outputs are 0 at padding (docs/unpad.md).
-    share_prefix: compute a prompt that rows of a batch share once (docs/shared_prompts.md). Outputs and gradients are the model's.
+    share_prefix: compute once what rows of a batch share as their prompt (docs/shared_prompts.md). Outputs and gradients are the model's.
     context_parallel: each rank has a part of every sequence. Attention is that of the whole (docs/context_parallel.md).
     checkpoint: attention under gradient checkpointing. "recompute" computes it again in the backward, as everything else.
         "keep_attention" keeps its output and its logsumexp, so that its forward runs once a step (docs/checkpoints.md). Not beside
         context_parallel.
-    linear_precision: of `linear_triton` in bfloat16. "exact" errs at most twice as much as the model's own function, "fla" as much as
-        flash-linear-attention, and is faster (docs/linear.md).
+    linear_precision: of `linear_triton` in bfloat16. "exact": at most twice the error of the model's own function. "fla": faster, with
+        the error of flash-linear-attention (docs/linear.md).
     cache_rewrites: keep the passes' results on disk, beside Inductor's, and repeat them in a later process instead of running the passes.
-        The environment variable ATTN_COMPILER_CACHE_REWRITES=0 is another default.
+        The environment variable ATTN_COMPILER_CACHE_REWRITES=0 turns the default off.
     time_kernels: on a GPU, time several lowerings for sites without a measured row, and take the fastest (docs/choosing.md). The
-        environment variable ATTN_COMPILER_TIME_KERNELS=1 is another default.
+        environment variable ATTN_COMPILER_TIME_KERNELS=1 turns the default on.
     """
 
     lowering: str | None = None

@@ -69,7 +69,7 @@ def found(results: Sequence[Result]) -> list[str]:
         "",
         *_grid(ran),
         "",
-        "## Masks",
+        "### Masks",
         "",
         *masks(results),
         "",
@@ -144,7 +144,7 @@ def _lowerings(ran: Sequence[tuple[str, str, Sequence[str]]]) -> list[str]:
     for family, impl, lowerings in ran:
         found[family, impl].update(dict.fromkeys(lowerings))
     rows = [f"| {family} | {impl} | {', '.join(names) or 'none'} |" for (family, impl), names in found.items()]
-    return ["## Lowerings", "", "| family | attention | lowerings |", "|---|---|---|", *rows, ""]
+    return ["### Lowerings", "", "| family | attention | lowerings |", "|---|---|---|", *rows, ""]
 
 
 def _reasons(ran: Sequence[Result], column: str) -> list[tuple[str, str]]:
@@ -175,4 +175,4 @@ def _absences(results: Sequence[Result]) -> list[tuple[str, str]]:
 def _section(title: str, rows: Sequence[tuple[str, str]]) -> list[str]:
     if not rows:
         return []
-    return [f"## {title}", "", *(f"- {name}: {text.splitlines()[0]}" for name, text in rows), ""]
+    return [f"### {title}", "", *(f"- {name}: {text.splitlines()[0]}" for name, text in rows), ""]

@@ -54,7 +54,7 @@ def test_peak_memory_is_said_of_what_was_measured(monkeypatch: pytest.MonkeyPatc
     llama, mini = gains.README[2], gains.README[4]
     row = {**llama.wanted, "inductor_peak_mib": "2048", "attn_compiler_peak_mib": "512"}
     monkeypatch.setattr(gains, "rows_of", lambda name: [row] if name == "memory_h200" else [])
-    assert gains._peaks(llama) == "[2.0 → 0.50 GiB](benchmarks/results/memory_h200.csv)"
+    assert gains._peaks(llama) == "[2.0 → 0.50](benchmarks/results/memory_h200.csv)"
     assert gains._peaks(mini) == ""
     row["inductor_peak_mib"] = ""
     assert gains._peaks(llama) == ""
