@@ -271,7 +271,7 @@ def test_what_nobody_measured_has_no_line() -> None:
 
 def test_a_line_has_the_mean_and_the_worst_case() -> None:
     group = results.Group(words="x", where="a CPU", file="cpu", of=lambda _: [0.5, 2.0, 8.0])
-    assert group.line() == "| x | a CPU | [3](../benchmarks/results/cpu.csv) | 2.00x | 0.50x |"
+    assert group.line() == "| x | a CPU | [3](../benchmarks/results/cpu.csv) | 2.00x | 1 | 0.50x |"
 
 
 @pytest.mark.parametrize("group", results.GROUPS, ids=lambda group: group.words + group.where)
