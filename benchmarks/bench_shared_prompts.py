@@ -7,7 +7,8 @@
 A call gives the log-probabilities of the answers' tokens; a step is that with a backward. Each case is compiled once a side, and batches of
 fewer and more different prompts run on that code, the last of which share nothing. `error`, `gradient_error`: how far a side is from eager
 (the norm of the difference over eager's). A row fails where sharing is more than twice as far as Inductor. `kept_mib`: what a forward keeps
-for its backward. `peak_mib`: the most that a call allocates, on a GPU. `first_s`: the first call, with its compilation.
+for its backward. `peak_mib`: the most that a call allocates, on a GPU. `first_s`: the first call, which compiles.
+Times on a CPU are of the process alone.
 """
 
 from __future__ import annotations
@@ -191,7 +192,7 @@ def measure(case: Case, given: Namespace) -> Iterator[Row]:
             if given.device != "cpu":
                 row[f"{side}_peak_mib"] = f"{peak_mib(one, parameters):.0f}"
         seconds = min(given.seconds, max(0.5, (given.until - time.monotonic()) / 20))
-        times = harness.interleave(steps, given.device, seconds=seconds, min_rounds=3, warmup=1)
+        times = harness.interleave(steps, given.device, seconds=seconds, min_rounds=3, warmup=1, clock="process")
         last = [r.unpad.last[-1] for r in attn_compiler.reports() if r.unpad and r.unpad.shares and r.unpad.last]
         yield {
             **case.names, **row, "layers": str(layers), "dtype": str(model.dtype).removeprefix("torch."),
