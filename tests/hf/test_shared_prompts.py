@@ -96,6 +96,32 @@ def test_policies_share_prompts(name: str) -> None:
     assert all(step.number <= 3 * PROMPT + 6 * ANSWER for step in told.last)
 
 
+@pytest.mark.parametrize(
+    ("name", "experts", "layers", "rule", "observed"),
+    [
+        ("Qwen3Moe", "batched_mm", 2, "each op between the inputs and the outputs", "aten.topk.default"),
+        # A loop over the experts that were asked for cuts the graph.
+        ("Mixtral", "eager", 1, "an input is of (rows, positions)", "there is none"),
+    ],
+)
+def test_experts_compute_each_row(name: str, experts: str, layers: int, rule: str, observed: str) -> None:
+    counts = {"num_local_experts": 2, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 24}
+    model = build(name, settings={**LLAMA, **counts, "num_hidden_layers": layers, "output_router_logits": True})
+    model.set_experts_implementation(experts)
+    function, (ids, mask) = compiled(model), batch()
+    labels = ids.masked_fill(mask == 0, -100)
+    found, expected = (
+        run(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False) for run in (function, model)
+    )
+    torch.testing.assert_close(found.logits, expected.logits, atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(found.aux_loss, expected.aux_loss, atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(gradients(found.loss, model), gradients(expected.loss, model), atol=1e-7, rtol=1e-5)
+    kept = report().kept
+    assert kept is not None
+    assert kept.rule.startswith(rule)
+    assert kept.observed.startswith(observed)
+
+
 def test_chosen_and_rejected_share_their_prompt() -> None:
     """DPO, with checkpoints."""
     policy, ids, mask = build().train(), *batch((0, 1, 2, 0, 1, 2))
