@@ -23,20 +23,19 @@ LITTLE_SAVED = "leaving tokens out saves more than it takes"
 class UnpaddedStep:
     """One call.
 
-    fill: the share of tokens that are computed, `number` of them: real ones, and a shared one once.
+    number: of the tokens that are computed: real ones, and a shared one once. positions: of the batch. fill: their ratio.
     groups: the number of different rows at the first position; None where rows share nothing.
     failed: the facts that did not hold, so it ran padded.
     """
 
-    fill: float
-    number: int = 0
+    fill: float = field(init=False)
+    number: int
+    positions: int
     groups: int | None = None
     failed: tuple[str, ...] = ()
 
-    @property
-    def positions(self) -> int:
-        """The number of positions of the batch."""
-        return round(self.number / self.fill) if self.fill else 0
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fill", self.number / max(self.positions, 1))
 
     @property
     def is_better_padded(self) -> bool:

@@ -74,7 +74,7 @@ LINEAR = LinearReport(
     evidence="the only one on a CPU",
 )
 STEPS = Steps()
-STEPS.last += [UnpaddedStep(fill=0.5, number=32), UnpaddedStep(fill=0.25, number=16, failed=("the first key is real",))]
+STEPS.last += [UnpaddedStep(number=n, positions=64, failed=f) for n, f in ((32, ()), (16, ("the first key is real",)))]
 UNPAD = UnpadReport(
     zeroed=("last_hidden_state", "pooled"), facts=("rows begin with a token",), notes=("a note",), steps=STEPS
 )

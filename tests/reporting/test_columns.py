@@ -145,8 +145,8 @@ GRAPH: dict[str, Any] = json.loads("""{
  "failure": null, "faults": [], "from_cache": false, "not_kept": null, "untried": [], "dumped": null, "compiled_in": null,
  "unpad": {"kept": null, "shares": false, "module": null, "source": null, "zeroed": ["last_hidden_state", "pooled"],
            "facts": ["rows begin with a token"], "notes": ["a note"],
-           "last": [{"fill": 0.5, "number": 32, "groups": null, "failed": []},
-                    {"fill": 0.25, "number": 16, "groups": null, "failed": ["the first key is real"]}]}
+           "last": [{"fill": 0.5, "number": 32, "positions": 64, "groups": null, "failed": []},
+                    {"fill": 0.25, "number": 16, "positions": 64, "groups": null, "failed": ["the first key is real"]}]}
 }""")
 
 #: the page's facts that the table has not, or not in these words

@@ -105,18 +105,21 @@ def pack(unit: Unit, mirror: Mirror, found: FoundSites) -> PackedTrial | None:
     """Take the padding out of the graph. The outcome is why it stays, if it does."""
     if not unit.options.packs:
         return None
+    shares, unpads = unit.options.share_prefix, unit.options.unpad
     with faults.confined(unit.log, "unpad", unit.name or "the graph") as attempt:
-        kept = None
-        # Prompts may have to stay for each row where padding need not.
-        for shares in (x for x, asked in ((True, unit.options.share_prefix), (False, unit.options.unpad)) if asked):
+        try:
+            _check_graph(unit)
             try:
-                _check_graph(unit)
-                return _run(unit, mirror, found, shares, None if kept is None else kept.reason)
+                return _run(unit, mirror, found, shares, None)
             except KeepsPadding as why:
-                kept = why
-                unit.outcome = _kept(mirror, kept, shares)
+                if not (shares and unpads):
+                    raise
+                # Prompts may have to stay for each row where padding need not.
+                return _run(unit, mirror, found, False, why.reason)
+        except KeepsPadding as why:
+            unit.outcome = _kept(mirror, why, shares and not unpads)
     if attempt.reason is not None:
-        unit.outcome = KeptGraph(reason=attempt.reason, shares=unit.options.share_prefix)
+        unit.outcome = KeptGraph(reason=attempt.reason, shares=shares)
     return None
 
 

@@ -237,7 +237,7 @@ class Unpadded:
         failed = tuple(fact for fact, does in zip(self._facts, holds, strict=True) if not does)
         if number < LEAST_TOKENS:
             failed = (*failed, f"{LEAST_TOKENS} tokens are real")
-        return UnpaddedStep(number=number, fill=number / max(positions, 1), groups=groups, failed=failed)
+        return UnpaddedStep(number=number, positions=positions, groups=groups, failed=failed)
 
     def _weighed(self, step: UnpaddedStep, batch: Batch, sizes: Hashable) -> UnpaddedStep:
         """Return the step, failed where packing is no faster. Batches of sizes that never gain are not asked again."""

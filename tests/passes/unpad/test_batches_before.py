@@ -31,7 +31,7 @@ class Late:
 
 def read(numbers: Sequence[int], positions: int) -> UnpaddedStep:
     number, holds = numbers
-    return UnpaddedStep(number=number, fill=number / positions, failed=() if holds else ("a fact",))
+    return UnpaddedStep(number=number, positions=positions, failed=() if holds else ("a fact",))
 
 
 class Batches:
