@@ -35,7 +35,7 @@ _PAGES: dict[str, str] = {
     "fa4": "fa4.md",
     "hopper": "hopper.md",
     "hopper_fp8": "fp8_kernels.md",
-    "rows": "unpad.md",
+    "rows": "choosing.md",
     "triton": "kernels.md",
     "triton_fp8": "fp8_kernels.md",
 }
