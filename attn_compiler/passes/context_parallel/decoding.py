@@ -46,11 +46,6 @@ class SlotOutcome:
     kept: dict[str, str] = field(default_factory=dict)
 
 
-def shares_cache(graph: fx.Graph) -> bool:
-    """Return whether a graph takes keys out of a cache that ranks share."""
-    return any(node.target is torch_collectives.keys_of_slots for node in graph.nodes)
-
-
 def rewrite(
     unit: Unit, mirror: Mirror, sites: Sequence[Site], cp: ContextParallel
 ) -> tuple[SlotOutcome, FirstLook | None]:

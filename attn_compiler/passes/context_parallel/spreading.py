@@ -35,7 +35,6 @@ from attn_compiler.passes.graph import axes
 from attn_compiler.passes.graph.aliasing import Aliases
 from attn_compiler.passes.graph.emit import GraphBuilder
 from attn_compiler.passes.graph.mirror import Mirror
-from attn_compiler.passes.graph.onward import Onward
 from attn_compiler.passes.graph.site import Miss, Site
 from attn_compiler.passes.graph.unit import FoundSites, GraphMemory, Unit
 from attn_compiler.passes.recovering.reading.readers import Readers
@@ -53,12 +52,7 @@ def asked(unit: Unit) -> ContextParallel | None:
     None also where keys come from a cache that ranks share: every rank then gets all new tokens and sees all keys.
     """
     found = unit.options.context_parallel
-    return None if found is None or found.size == 1 or decoding.shares_cache(unit.graph) else found
-
-
-def leave_without_sites(unit: Unit, found: FoundSites) -> Onward | None:
-    """Leave a graph without attention, unless other ops of it may mix positions that ranks share."""
-    return None if found.sites or asked(unit) is not None else Onward(step="give_back")
+    return None if found is None or found.size == 1 or unit.shares_cache else found
 
 
 def note_lengths(unit: Unit, readers: Readers) -> None:
@@ -87,7 +81,7 @@ def spread(
 
     An attention that can't be rewritten, or another op that mixes positions, is an error, which is raised when all ranks know of it.
     """
-    cp, shares_cache = unit.options.context_parallel, decoding.shares_cache(unit.graph)
+    cp, shares_cache = unit.options.context_parallel, unit.shares_cache
     if cp is None or cp.size == 1:
         if shares_cache:
             note_decoding(found, SlotOutcome(kept={site.module: decoding.NO_OPTION for site in found.sites}), 1)

@@ -172,6 +172,18 @@ class Unit:
         return bool(self.name)
 
     @property
+    def shares_cache(self) -> bool:
+        """Return whether the graph takes keys out of a cache that ranks share."""
+        # By name: who shares one has imported the op's module.
+        name = "attn_compiler.keys_of_slots.default"
+        return any(isinstance(n.target, torch._ops.OpOverload) and str(n.target) == name for n in self.graph.nodes)
+
+    @property
+    def is_spread(self) -> bool:
+        """Return whether ranks share the sequence, or the cache."""
+        return self.options.is_context_parallel or self.shares_cache
+
+    @property
     def is_rewritten(self) -> bool:
         """Return whether the graph was changed."""
         return self.spelling.is_any or any(site.new_out is not None for site in self.found.sites)

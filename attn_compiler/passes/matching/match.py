@@ -10,6 +10,7 @@ from torch import fx
 
 from attn_compiler.passes.graph import closed, faults, gradients, mutation, program, regions
 from attn_compiler.passes.graph.mirror import Mirror
+from attn_compiler.passes.graph.onward import Onward
 from attn_compiler.passes.graph.site import Match, Miss, Refused, Site
 from attn_compiler.passes.graph.spelling import Spelling
 from attn_compiler.passes.graph.unit import (
@@ -68,6 +69,12 @@ def find_sites(unit: Unit, mirror: Mirror, spelling: Spelling) -> FoundSites:
     return FoundSites(
         sites=tuple(sites), misses=tuple(miss for miss in misses if miss.anchor not in covered), untried=untried
     )
+
+
+def leave_without_sites(unit: Unit, found: FoundSites) -> Onward | None:
+    """Leave a graph without attention, unless other ops of it may mix positions that ranks share."""
+    is_mixed = unit.options.is_context_parallel and not unit.shares_cache
+    return None if found.sites or is_mixed else Onward(step="give_back")
 
 
 def _is_told(mirror: Mirror, miss: Miss) -> bool:

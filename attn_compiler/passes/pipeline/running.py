@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -54,6 +55,13 @@ def call(step: PipelineStep, values: StepValues) -> Onward | Trial | None:
     return None
 
 
+def _is_needed(step: PipelineStep, values: StepValues) -> bool:
+    if step.only_if is None:
+        return True
+    name, *attributes = step.only_if.split(".")
+    return bool(functools.reduce(getattr, attributes, values.get(name)))
+
+
 def run_steps(work: Work) -> None:
     """Run every step, until one says that nothing more is done."""
     pipeline = steps.PIPELINE
@@ -66,7 +74,7 @@ def run_steps(work: Work) -> None:
             at += len(row)
             continue
         values = StepValues(work=work)
-        if step.only_if is not None and not values.get(step.only_if):
+        if not _is_needed(step, values):
             work.results |= dict.fromkeys(filter(None, [parsed(step.run).gives]), ())
             at += 1
             continue
@@ -89,8 +97,7 @@ def load(row: tuple[PipelineStep, ...]) -> None:
 def _run_on_units(row: tuple[PipelineStep, ...], work: Work) -> None:
     work.seconds = dict.fromkeys((step.name for step in row), 0.0) | work.seconds
     work.dumper = Dumper.create(work.options.dump_dir if work.snapshot else None, torch_compat.graph_name())
-    if work.units:
-        load(row)
+    load(tuple(step for step in row if any(_is_needed(step, StepValues(work=work, unit=one)) for one in work.units)))
     for unit in work.units:
         with torch_tracing.tracing_in(unit.mode):
             _run_on(unit, row, work)
@@ -121,7 +128,7 @@ def _run_on(unit: Unit, row: tuple[PipelineStep, ...], work: Work) -> None:
         on = None if is_judged else on
         watched = _confined(step, unit) if on is None else _for_the_judge(on)
         with _dumped(step, unit, work.dumper), timed(step.name, work.seconds), watched as attempt:
-            said = call(step, values)
+            said = call(step, values) if _is_needed(step, values) else None
         if attempt.reason is not None:
             unit.log.left_alone, unit.found = attempt.reason, FoundSites()
             return

@@ -29,7 +29,7 @@ class PipelineStep:
     Its arguments and its result are fields of the unit or of the work, or results of other steps (`StepValues`). It may say where to go on.
     on: whether it runs for each unit, or once. needs: the steps before it whose results it takes.
     leads: the steps that it may go on from, besides the next one. judge: the step that judges the graph which it puts on trial.
-    only_if: a value without which there is nothing to do. The function is not imported then, and its result is ().
+    only_if: a value, or an attribute of one, without which there is nothing to do. The function is not imported then.
     costs_all: its exceptions cost all graphs and not one, since it changes the Dynamo graph, or tells users what they did wrong.
     shows: a graph of the unit that dumps have after this step.
     """
@@ -79,7 +79,7 @@ def check_contracts(pipeline: tuple[PipelineStep, ...]) -> None:
     for step in pipeline:
         if step.name in known:
             raise ValueError(f"two passes are called {step.name!r}")
-        missing = set(step.needs) - known | {*parsed(step.run).takes, step.only_if or "work"} - values
+        missing = set(step.needs) - known | {*parsed(step.run).takes, (step.only_if or "work").split(".")[0]} - values
         if missing:
             raise ValueError(f"the pass {step.name!r} needs {sorted(missing)}, which nothing before it gives")
         lost = {*step.leads, step.judge} - {*names, None}

@@ -52,6 +52,12 @@ def _ran(work: Work, monkeypatch: pytest.MonkeyPatch, *given: tuple[str, Says, d
     return ran
 
 
+def test_a_step_of_an_option_is_skipped_without_it(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("options.packs", "options.check_invariants", "unit.is_spread", "unit.is_body")
+    given = [(name, _nothing, {"only_if": name}) for name in names]
+    assert _ran(work, monkeypatch, *given) == ["options.check_invariants"]
+
+
 def _nothing(*_: Any) -> None: ...
 
 
