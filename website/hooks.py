@@ -11,7 +11,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 from attn_compiler.reasons.pages import PAGES
-from website import codes, links, plots, tables
+from website import codes, links, plots, results, tables
 
 ROOT = Path(__file__).parents[1]
 #: (path, title, what it says) of each page, for llms.txt
@@ -35,7 +35,7 @@ def generated() -> dict[str, str]:
     from website import examples
 
     made = {inside: (ROOT / outside).read_text(encoding="utf-8") for outside, inside in links.OUTSIDE.items()}
-    made |= plots.files()
+    made |= plots.files() | results.pages()
     with warnings.catch_warnings():
         # Some examples do what PyTorch warns of.
         warnings.simplefilter("ignore")

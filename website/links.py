@@ -14,7 +14,7 @@ LINK = re.compile(r"\]\(([^)#\s]+)(#[^)\s]*)?\)")
 
 def mended(markdown: str, here: str) -> str:
     """A page's text with links that work in the site. here: its path there."""
-    return LINK.sub(lambda found: f"]({_target(found[1], here)}{found[2] or ''})", markdown)
+    return LINK.sub(lambda found: f"]({_target(found[1], here, found[2] or '')}{found[2] or ''})", markdown)
 
 
 def source_of(here: str) -> str:
@@ -34,7 +34,12 @@ def copy_of(path: str) -> str:
     return f"data/{path}"
 
 
-def _target(target: str, here: str) -> str:
+def rows_of(path: str) -> str:
+    """The page of the site that has a CSV's rows, each with its line as its anchor."""
+    return f"rows/{posixpath.basename(path).removesuffix('.csv')}.md"
+
+
+def _target(target: str, here: str, anchor: str) -> str:
     path = in_repository(target, here)
     if path is None:
         return target
@@ -42,6 +47,8 @@ def _target(target: str, here: str) -> str:
         inside = OUTSIDE[path]
     elif path.startswith("docs/"):
         inside = path.removeprefix("docs/")
+    elif path.endswith(".csv") and anchor.startswith("#L"):
+        inside = rows_of(path)
     elif path.startswith(COPIED):
         inside = copy_of(path)
     else:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from website import links
 from website.gains import CALLS, MODELS, RESULTS, Row, has_gain, rows_of
 
 #: the gain from which on two times are alike
@@ -117,8 +119,25 @@ class Source:
         if left:
             yield f"\nWrong, or without a figure ([why](measuring.md#held-out-models-without-a-gain)): {', '.join(left)}."
 
+    def page(self) -> Iterator[str]:
+        """All columns of each row, below the number of its line. It is found by links alone."""
+        yield "---\nsearch:\n  exclude: true\n---\n"
+        yield f"# {self.words}: all columns\n\nThe rows of [the CSV](../../benchmarks/results/{self.file}.csv).\n"
+        for number, row in enumerate(rows_of(self.file), start=2):
+            yield f"## {self._model(row)} ({self.call(row)}) {{#L{number}}}\n\n| column | value |\n|---|---|"
+            yield from (f"| {key} | {_PUNCTUATION.sub(_escaped, value)} |" for key, value in row.items() if value)
+            yield ""
+
     def _model(self, row: Row) -> str:
         return MODELS.get(row[self.model], row[self.model])
+
+
+#: what Markdown and its tables give a meaning
+_PUNCTUATION = re.compile(r"[_*`|<>&\[\]\\]")
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return f"&#{ord(found[0])};"
 
 
 def _unpad_call(row: Row) -> str:
@@ -154,5 +173,13 @@ SOURCES = (
 
 def ratios() -> str:
     """Each source that was measured."""
-    found = (source for source in SOURCES if (RESULTS / f"{source.file}.csv").is_file())
-    return "\n\n".join("\n".join(source.lines()) for source in found)
+    return "\n\n".join("\n".join(source.lines()) for source in _sources())
+
+
+def pages() -> dict[str, str]:
+    """The pages that links of `ratios` lead to, by their paths in the site."""
+    return {links.rows_of(source.file): "\n".join(source.page()) for source in _sources()}
+
+
+def _sources() -> Iterator[Source]:
+    return (source for source in SOURCES if (RESULTS / f"{source.file}.csv").is_file())

@@ -132,6 +132,7 @@ def test_lines_of_fields_become_a_list() -> None:
         ("fp8.md", "../README.md", "index.md"),
         ("contributing.md", "docs/fuzzing.md", "fuzzing.md"),
         ("reference/api.md", "../codes.md", "../codes.md"),
+        ("gain.md", "../benchmarks/results/cpu.csv#L3", "rows/cpu.md#L3"),
         ("fp8.md", "https://arxiv.org/abs/2209.05433", "https://arxiv.org/abs/2209.05433"),
     ],
 )
@@ -295,6 +296,7 @@ def test_a_ratio_leads_to_its_row_and_the_slowest_comes_first(source: results.So
     for ratio, number in found:
         (row,) = csv.DictReader([file[0], file[int(number) - 1]])
         assert _rounds_to(float(row[source.gain]), ratio)
+        assert f"{{#L{number}}}\n\n| column | value |\n|---|---|\n" in "\n".join(source.page())
 
 
 def test_held_out_models_come_first_and_a_wrong_one_has_no_gain() -> None:
