@@ -101,7 +101,7 @@ def test_policies_share_prompts(name: str) -> None:
     [
         ("Qwen3Moe", "batched_mm", 2, "each op between the inputs and the outputs", "aten.topk.default"),
         # A loop over the experts that were asked for cuts the graph.
-        ("Mixtral", "eager", 1, "an input is of (rows, positions)", "there is none"),
+        ("Mixtral", "eager", 1, "an input is of (rows, positions)", "the graph has none"),
     ],
 )
 def test_experts_compute_each_row(name: str, experts: str, layers: int, rule: str, observed: str) -> None:

@@ -269,7 +269,8 @@ def _no_padding(mirror: Mirror, found: FoundSites) -> Padding:
         own = axes.shape_exprs(x) if isinstance(x, torch.Tensor) else ()
         if len(shape) == 4 and own == (shape[0], shape[2]) and mirror.dynamo_node(node) is not None:
             return Padding(tensor=Version(node=node), negated=False, is_absent=True)
-    raise KeepsPadding(Code.PADDING_MASK, "an input is of (rows, positions)", "there is none")
+    remedy = "compile the whole model as one graph, and pass input_ids"
+    raise KeepsPadding(Code.PADDING_MASK, "an input is of (rows, positions)", "the graph has none", remedy=remedy)
 
 
 def _most(analysis: Analysis) -> int | None:

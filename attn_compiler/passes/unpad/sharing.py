@@ -58,7 +58,8 @@ class SharedAnalysis(Analysis):
             self._asked.update(*known)
         elif len(known) < len(told) or not self._asked.issuperset(set().union(*known)):
             # Rows may differ here, as in their labels. Below the last attention they are not compared for that.
-            return self._exit(node, forms.refused(node, "it reads what may differ between rows"))
+            remedy = "let it read its own token and inputs alone"
+            return self._exit(node, forms.refused(node, "it reads what may differ between rows", remedy))
         return value
 
     def _told(self, need: Need) -> frozenset[Need] | None:
@@ -130,13 +131,14 @@ def check_pairs(pairs: Mapping[Site, PackedPairs]) -> None:
     """Raise KeepsPadding for an attention in which a token's row counts beyond its own prefix, or that adds to its scores."""
     for site, own in pairs.items():
         if not own.band.causal and own.band.right != 0:
-            raise KeepsPadding(
-                Code.PADDING_MASK, "no token sees a later one", "attention without a diagonal", at=site.match.out
-            )
-        if own.scores is not None:
-            raise KeepsPadding(
-                Code.PADDING_MASK, "nothing is added to the scores of rows that share", "a bias", at=site.match.out
-            )
+            rule, right = "no token sees a later one", own.band.right
+            observed = f"it sees {'all' if right is None else right} later ones"
+        elif own.scores is not None:
+            rule, observed = "nothing is added to the scores of rows that share", "a bias is added"
+        else:
+            continue
+        remedy = 'set options={"unpad": True}, which leaves out padding'
+        raise KeepsPadding(Code.PADDING_MASK, rule, observed, at=site.match.out, remedy=remedy)
 
 
 def compared(made: Mapping[Need, fx.Node], analysis: Analysis) -> list[tuple[fx.Node, int, int | None]]:
@@ -147,21 +149,17 @@ def compared(made: Mapping[Need, fx.Node], analysis: Analysis) -> list[tuple[fx.
         if at is None:
             continue
         if analysis.value(need.node).kind is not Kind.ORIGINAL:
-            raise KeepsPadding(Code.PADDING_OUT_OF_REACH, _RULE, f"{need.node.name} is made of tokens", at=need.node)
-        if views.value(need.node).element_size() > 8:
-            observed = f"{need.node.name} is {views.value(need.node).dtype}"
-            raise KeepsPadding(
-                Code.PADDING_OUT_OF_REACH, "rows are compared by numbers of 64 bits", observed, at=need.node
-            )
+            observed, remedy = f"{need.node.name} is made of tokens", "make it of the model's inputs alone"
+            raise KeepsPadding(Code.PADDING_OUT_OF_REACH, _RULE, observed, at=need.node, remedy=remedy)
+        if (dtype := views.value(need.node).dtype).itemsize > 8:
+            rule, observed = "rows are compared by numbers of 64 bits", f"{need.node.name} is {dtype}"
+            remedy = "pass it as real numbers"
+            raise KeepsPadding(Code.PADDING_OUT_OF_REACH, rule, observed, at=need.node, remedy=remedy)
         if gradients.carries(analysis.mirror, need.node):
             # Equal numbers may have been made in different ways, so the gradient of one row is not that of all.
-            raise KeepsPadding(
-                Code.PADDING_OUT_OF_REACH,
-                "what rows are compared by has no gradient",
-                f"{need.node.name} has one",
-                at=need.node,
-                remedy="pass input_ids in place of inputs_embeds",
-            )
+            rule, observed = "what rows are compared by has no gradient", f"{need.node.name} has one"
+            remedy = "pass input_ids in place of inputs_embeds"
+            raise KeepsPadding(Code.PADDING_OUT_OF_REACH, rule, observed, at=need.node, remedy=remedy)
         found.append((need.node, *at))
     return found
 

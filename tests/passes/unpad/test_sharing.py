@@ -264,6 +264,8 @@ def test_what_keeps_rows_apart_is_named(model: nn.Module, code: Code, rule: str)
     assert found.shares
     assert found.kept.code is code
     assert found.kept.rule.startswith(rule)
+    # Nothing else helps where other tokens count.
+    assert (found.kept.remedy is None) == rule.startswith(("each op", "all attentions"))
 
 
 def test_inputs_with_a_gradient_are_not_shared() -> None:
