@@ -78,6 +78,16 @@ def weighed(x: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
     return picked * torch.linspace(-1, 1, len(mask), dtype=x.dtype)[:, None]
 
 
+def row_by_row(x: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+    return (weighed(x, mask, labels) * (labels != -100)).sum(1) / mask.sum(1)
+
+
+def pair_by_pair(x: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+    """As in DPO: of rows that share a prompt, one was chosen."""
+    chosen, rejected = row_by_row(x, mask, labels).chunk(2)
+    return -F.logsigmoid(chosen - rejected)
+
+
 def across(x: Tensor, mask: Tensor) -> Tensor:
     return x - x.mean(1, keepdim=True)
 
@@ -122,7 +132,7 @@ def test_ops_that_mix_positions_read_the_models_own_tensor(ending: Any) -> None:
     assert not found.zeroed
 
 
-@pytest.mark.parametrize("ending", [loss, weighed], ids=lambda x: x.__name__)
+@pytest.mark.parametrize("ending", [loss, weighed, row_by_row, pair_by_pair], ids=lambda x: x.__name__)
 def test_labels_may_differ_where_rows_are_alike(ending: Any) -> None:
     labels = torch.randint(0, WIDTH, RIGHT.shape, generator=torch.Generator().manual_seed(5))
     labels[:, 8:] = -100
