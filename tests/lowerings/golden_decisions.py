@@ -11,18 +11,24 @@ from __future__ import annotations
 import csv
 import dataclasses
 import hashlib
+import itertools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
+from attn_compiler import index_expr as ix
+from attn_compiler.index_expr import Const, Index, Load
 from attn_compiler.lowerings.linear import table as linear_table
 from attn_compiler.options.options import Options
+from attn_compiler.passes.unpad.packing import LEAVING_OUT
 from attn_compiler.passes.writing.select import decide
 from attn_compiler.reasons.decisions import Decision
-from attn_compiler.spec.attention import AttentionSpec, Dim, TensorSpec
+from attn_compiler.spec.attention import AttentionSpec, Dim, SizeRange, TensorSpec
 from attn_compiler.spec.fp8_recipe import Fp8Recipe
-from attn_compiler.spec.scores import DenseBias
+from attn_compiler.spec.mask_kinds import Formula
+from attn_compiler.spec.masks import Dense, MaskSpec
+from attn_compiler.spec.scores import DenseBias, ScoreSpec
 from attn_compiler.spec.target import Target
 from benchmarks import bench_mla, decode_cases, kernel_cases, select_cases
 from tests import cases
@@ -80,9 +86,38 @@ def of_any_length(spec: AttentionSpec) -> AttentionSpec:
     )
 
 
+#: which keys a query sees where rows share prompts, as their packed graph says it: from its row's beginning to itself
+_K, _Q = Index("k"), Index("q")
+SHARED = (
+    Formula(condition=ix.compare("<", _K, Load("unpadded_ends", (_Q,), "int"))),
+    Formula(condition=ix.compare(">=", _K, Load("unpadded_begins", (Const(0), _Q), "int"))),
+)
+
+
+def shared(dtype: str, head_dim: int, *, training: bool) -> AttentionSpec:
+    """8 rows of 1024 + 256 tokens, of which any number is computed: the keys of all rows lie one behind the other."""
+    keys, row = 8 * 1280, 16 * head_dim
+
+    def tensor(heads: int, length: Dim, strides: tuple[Dim, ...]) -> TensorSpec:
+        return TensorSpec(shape=(1, heads, length, head_dim), strides=strides, dtype=dtype, requires_grad=training)
+
+    k = tensor(4, keys, (4 * keys * head_dim, keys * head_dim, head_dim, 1))
+    return AttentionSpec(
+        q=tensor(16, "s0", (f"{row}*s0", head_dim, row, 1)),
+        k=k,
+        v=k,
+        mask=MaskSpec(kinds=SHARED, dense=Dense(shape=(1, 1, "s0", keys), dtype="bool")),
+        score=ScoreSpec(scale=head_dim**-0.5),
+        device="cuda",
+        out_dtype=dtype,
+        needs_grad=training,
+        ranges=(SizeRange(size="s0", least=2, most=keys),),
+    )
+
+
 def specs() -> Iterator[tuple[str, AttentionSpec]]:
-    """(name, spec): the cases that kernels are tested with, those that the order of lowerings was measured on, and the benchmarks' own of
-    kernels, decoding and latent attention."""
+    """(name, spec): the cases that kernels are tested with, those that the order of lowerings was measured on, the benchmarks' own of
+    kernels, decoding and latent attention, and rows that share prompts."""
     for case in cases.CASES:
         for needs_grad in (False, True):
             yield f"{case.name}{'_training' if needs_grad else ''}", cases.build(case, needs_grad=needs_grad).spec
@@ -102,11 +137,15 @@ def specs() -> Iterator[tuple[str, AttentionSpec]]:
         yield f"decode_{decoded.name}", decode_cases.build(decoded, "meta").spec
     for latent in bench_mla.GPU_CASES:
         yield f"latent_{latent.name}", bench_mla.spec_of(latent, "bfloat16")
+    for dtype, head_dim, training in itertools.product(("bfloat16", "float32"), (64, 128), (False, True)):
+        name = f"shared_prompts_{dtype}_d{head_dim}{'_training' if training else ''}"
+        yield name, shared(dtype, head_dim, training=training)
 
 
 def decided(spec: AttentionSpec, target: Target) -> str:
-    """The lowering, and a digest of all that was refused and why."""
-    return _said(decide(dataclasses.replace(spec, device=target.device), target, Options()))
+    """The lowering, and a digest of all that was refused and why. Of rows that share prompts among kernels that leave out pairs."""
+    options = Options(lowerings=LEAVING_OUT) if spec.mask.kinds == SHARED else Options()
+    return _said(decide(dataclasses.replace(spec, device=target.device), target, options))
 
 
 def _said(decision: Decision) -> str:

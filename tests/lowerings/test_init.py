@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
+import attn_compiler
 from attn_compiler import lowerings
 from attn_compiler.lowerings import LINEAR_NAMES, LOWERINGS, by_name, families, linear_table, names
 from attn_compiler.lowerings.base import LayoutDemand, Tile
 from attn_compiler.spec.attention import TensorSpec
 from tests.gate import golden, table
 from tests.lowerings import golden_decisions
+from tests.passes.unpad import encoder
 
 # The list of lowerings, which every family is in, and what passes ask of it.
 FOLDER = Path(lowerings.__file__).parent
@@ -106,6 +108,17 @@ def test_decisions_are_those_of_the_table() -> None:
     said = table.differences(golden_decisions.read(), golden_decisions.parsed(file.getvalue()))
     assert not said, table.failure(said, golden.COMMAND)
     assert file.getvalue() == golden_decisions.PATH.read_text()
+
+
+def test_rows_that_share_prompts_are_decided_on_as_their_graph_says() -> None:
+    function = encoder.compiled(encoder.Decoder(), unpad=False, share_prefix=True)
+    function(encoder.ids_of(encoder.MASK), encoder.MASK)
+    (site,) = attn_compiler.reports()[-1].sites
+    spec = golden_decisions.shared("float32", 64, training=False)
+    assert (site.spec.mask.kinds, site.spec.k.shape[0]) == (spec.mask.kinds, spec.k.shape[0])
+    assert "rows" in {
+        value.split()[0] for key, value in golden_decisions.read().items() if key[1].startswith("shared_")
+    }
 
 
 def test_every_optional_kernel_is_decided_on() -> None:
