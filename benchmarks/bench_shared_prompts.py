@@ -7,8 +7,8 @@
 A call gives the log-probabilities of the answers' tokens; a step is that with a backward. Each case is compiled once a side, and batches of
 fewer and more different prompts run on that code, the last of which share nothing. `error`, `gradient_error`: how far a side is from eager
 (the norm of the difference over eager's). A row fails where sharing is more than twice as far as Inductor. `kept_mib`: what a forward keeps
-for its backward. `peak_mib`: the most that a call allocates, on a GPU. `first_s`: the first call, which compiles.
-Times on a CPU are of the process alone.
+for its backward. `peak_mib`: the most that a call allocates, on a GPU. `first_s`: the first call, which compiles
+with what Inductor's caches hold. Times on a CPU are of the process alone.
 """
 
 from __future__ import annotations
