@@ -84,7 +84,7 @@ TEST_LINES = {
     "fuzz": 9145,  # masks as algebra, computed sizes, faults in them; linear attention's resets and NaN; functions that change
     "gate": 697,
     "graphs": 144,
-    "hf": 8855,  # shared prompts, and experts; a limit that is told again; a hundred sizes of each family; a survey of packages
+    "hf": 8888,  # shared prompts, and experts; a limit that is told again; a hundred sizes of each family; a survey of packages
     "index_expr": 1729,
     "integrations": 1288,  # small models are packed in tests; a SentenceTransformer is compared, and begins with one sentence
     "lowerings": 35953,  # tables of schedules and of intervals that begin alike, also as decisions

@@ -144,6 +144,39 @@ def test_chosen_and_rejected_share_their_prompt() -> None:
     assert report().kept is None
 
 
+class Pairs(nn.Module):
+    """DPO's loss of each pair, with the policy and the reference in one graph."""
+
+    def __init__(self, policy: Any, reference: Any) -> None:
+        super().__init__()
+        self.policy, self.reference = policy, reference
+
+    def forward(self, ids: Tensor, mask: Tensor, margins: Tensor) -> Tensor:
+        ratios = log_probabilities(self.policy, ids, mask).sum(1)
+        with torch.no_grad():
+            beside = log_probabilities(self.reference, ids, mask).sum(1)
+        chosen, rejected = (ratios - beside).chunk(2)
+        return -torch.nn.functional.logsigmoid(0.1 * (chosen - rejected) - margins)
+
+
+def test_policy_and_reference_may_be_one_graph() -> None:
+    policy = build()
+    with torch.no_grad():
+        policy.lm_head.weight *= 1.5
+    model = Pairs(policy, build())
+    function = compiled(model)
+    for seed in range(2):
+        (ids, mask), margins = (
+            batch((0, 1, 2, 0, 1, 2), seed),
+            torch.rand(3, generator=torch.Generator().manual_seed(seed)),
+        )
+        expected, found = (run(ids, mask, margins) for run in (model, function))
+        torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
+        own, others = (gradients((x * margins).sum(), policy) for x in (found, expected))
+        torch.testing.assert_close(own, others, atol=1e-7, rtol=1e-5)
+    assert {(step.positions, step.groups, step.failed) for step in report().last} == {(6 * (PROMPT + ANSWER), 3, ())}
+
+
 def test_rows_are_classified_by_one_template() -> None:
     model = build(ending="ForSequenceClassification", settings={**LLAMA, "num_labels": 3})
     function, (ids, mask) = compiled(model), batch((0,) * 6)
