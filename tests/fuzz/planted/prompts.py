@@ -37,9 +37,4 @@ a token may see later ones
 passes/unpad/sharing.py check_pairs; shared prompts: a token is computed with another row's keys behind it
 - if not own.band.causal and own.band.right != 0:
 + if False:
-
-a value made of all positions tells rows apart
-passes/unpad/sharing.py _told; shared prompts: what is made of all positions is taken for a number of a token
-- found = frozenset((need,)) if value.kind is Kind.ORIGINAL else None
-+ found = frozenset((need,)) if value.kind is Kind.ORIGINAL else frozenset()
 """)
