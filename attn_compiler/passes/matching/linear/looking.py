@@ -16,6 +16,7 @@ _MOST_WRAPPED = 16
 #: names of modules already searched
 _SEEN: set[str] = set()
 _PARAMETERS = tuple((one, one.parameters) for one in TEMPLATES)
+_FEWEST = min(len(parameters) for _, parameters in _PARAMETERS)
 
 
 def new_functions() -> Iterator[types.FunctionType]:
@@ -27,7 +28,8 @@ def new_functions() -> Iterator[types.FunctionType]:
         root, _, rest = name.partition(".")
         if root in _NO_MODELS or root in sys.stdlib_module_names or (root == "transformers" and "modeling" not in rest):
             continue
-        for value in list(vars(module).values()):
+        # Most values of a module are no functions, and most functions have fewer parameters than a template.
+        for value in [one for one in list(vars(module).values()) if type(one) is types.FunctionType]:
             for found, _ in innermost(value):
                 if found.__module__ == name and template_of(found) is not None:
                     yield found
@@ -47,5 +49,8 @@ def innermost(value: object) -> Iterator[tuple[types.FunctionType, int]]:
 def template_of(function: types.FunctionType) -> Template | None:
     """Return the first template whose parameters a function has."""
     code = function.__code__
-    names = set(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
+    count = code.co_argcount + code.co_kwonlyargcount
+    if count < _FEWEST:
+        return None
+    names = set(code.co_varnames[:count])
     return next((one for one, parameters in _PARAMETERS if parameters <= names), None)
