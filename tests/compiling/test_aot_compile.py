@@ -62,8 +62,14 @@ if sys.argv[4] == "load":
     model.tril.fill_(True)
 run = torch.compile(model, backend="attn_compiler", fullgraph=True, options=None if sys.argv[3] == "None" else {"lowering": sys.argv[3]})
 with torch.set_grad_enabled(training):
-    out, _ = run(x, keys)
-    torch.testing.assert_close(out, model(x, keys)[0])
+    outs = []
+    for called in (run, model):
+        out, given = called(x, keys)
+        if training:
+            model.zero_grad()
+            out.square().sum().backward()
+        outs.append((out.detach(), given, model.qkv.weight.grad))
+torch.testing.assert_close(*outs)
 if sys.argv[4] == "save":
     open(sys.argv[1], "wb").write(torch.compiler.save_cache_artifacts()[0])
 print(sorted(name for name in sys.modules if name.startswith("attn_compiler.passes")))
@@ -71,11 +77,12 @@ print(sorted(name for name in sys.modules if name.startswith("attn_compiler.pass
 
 
 @pytest.mark.parametrize("lowering", ["None", "rows"])
-def test_what_was_precompiled_is_loaded_without_a_pass(lowering: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["training", "inference"])
+def test_what_was_precompiled_is_loaded_without_a_pass(mode: str, lowering: str, tmp_path: Path) -> None:
     said = [
         fresh.run(
             _MODEL + _PRECOMPILED,
-            *(str(tmp_path / "saved"), "inference", lowering, step),
+            *(str(tmp_path / "saved"), mode, lowering, step),
             environment={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / step)},
         ).stdout.splitlines()[-1]
         for step in ("save", "load")
