@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 import attn_compiler
-from benchmarks import harness
+from benchmarks import compare, harness
 from benchmarks.harness import Bench, Row, arg
 
 SIDES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
@@ -113,11 +113,6 @@ def call_of(model: Any, answer: int) -> Function:
     return log_probabilities
 
 
-def apart(found: list[Tensor], expected: list[Tensor]) -> float:
-    norms = [((x.float() - y.float()).norm(), y.float().norm()) for x, y in zip(found, expected, strict=True)]
-    return float(torch.stack([far for far, _ in norms]).norm() / torch.stack([of for _, of in norms]).norm())
-
-
 def kept_mib(forward: Callable[[], Tensor], parameters: list[Tensor]) -> float:
     """What a forward keeps for its backward, beside parameters."""
     known, found = {x.untyped_storage().data_ptr() for x in parameters}, dict[int, int]()
@@ -180,7 +175,7 @@ def measure(case: Case, given: Namespace) -> Iterator[Row]:
             first_s.setdefault(side, f"{time.perf_counter() - start:.1f}")
             for name, mine, theirs in zip(("error", "gradient_error"), found, expected, strict=True):
                 if mine:
-                    row[f"{side}_{name}"] = f"{apart(mine, theirs):.2e}"
+                    row[f"{side}_{name}"] = f"{compare.relative_error(mine, theirs):.2e}"
             del found
         del expected
         steps = {side: functools.partial(step, function, ids) for side, function in sides.items()}

@@ -15,14 +15,11 @@ from attn_compiler.lowerings.linear import plain_calls
 from attn_compiler.lowerings.linear.kernels import backward as kernels, channel_backward
 from attn_compiler.lowerings.linear.triton_launch import BLOCK, chunks
 from attn_compiler.lowerings.linear.triton_passes import reverse, states
-from attn_compiler.lowerings.linear.triton_sizes import LinearSizes, empty, strides, tile, wide
+from attn_compiler.lowerings.linear.triton_sizes import empty, strides, tile, wide
 from attn_compiler.lowerings.linear.triton_tensors import LinearTensors
 from attn_compiler.lowerings.shared.calls.leaf_calls import or_else
 from attn_compiler.lowerings.shared.launching.launch import Arguments, launch
 from attn_compiler.lowerings.shared.launching.on_device import on
-
-#: least columns of v
-_LEAST = 16
 
 
 def backward(*given: Any) -> tuple[Tensor, ...]:
@@ -95,7 +92,7 @@ def _chunk_gradients(call: LinearTensors, skip: Tensor | None) -> Tensor | None:
     shares = (sizes.shares, sizes.batch, sizes.length, sizes.heads)
     for name in summed:
         named[f"part_{name}"] = named[f"grad_{name}"] if sizes.shares == 1 else empty(shares, named["q"])
-    columns = _fewer(sizes) if call.is_delta else sizes.columns
+    columns = sizes.fewer_columns if call.is_delta else sizes.columns
     call.run(kernels.head_gradients, sizes.rows * sizes.chunks * sizes.shares, stages=1, BV=columns)
     for name in ("q", "k"):
         _rows(call, name)
@@ -116,16 +113,11 @@ def _channel_gradients(call: LinearTensors) -> None:
     named["spoiled"] = torch.empty(many, dtype=torch.int32, device=q.device)
     named["grad_sums"] = empty((*many, sizes.chunk, wide(sizes.dim_k)), q)
     programs = sizes.rows * sizes.chunks
-    call.run(channel_backward.channel_gradients, programs * sizes.shares, stages=1, BV=_fewer(sizes))
+    call.run(channel_backward.channel_gradients, programs * sizes.shares, stages=1, BV=sizes.fewer_columns)
     call.run(channel_backward.channel_pair_gradients, programs * (sizes.chunk // BLOCK))
     call.run(channel_backward.decay_gradients, programs)
     for name in ("q", "k"):
         _rows(call, name)
-
-
-def _fewer(sizes: LinearSizes) -> int:
-    """Return the columns of v that the kernels with most accumulators take at once: more would spill registers."""
-    return max(sizes.columns // 2, _LEAST)
 
 
 def _rows(call: LinearTensors, name: str) -> None:

@@ -72,6 +72,5 @@ def chunks(call: LinearTensors) -> None:
     named.update({name: sizes.in_parts(rows, q) for name in ("queries", "early", "later")})
     named["lower"] = empty((*many, sizes.chunk, sizes.chunk), q)
     call.run(channel.channel_sums, sizes.rows * sizes.chunks, 8)
-    blocks = sizes.rows * sizes.chunks * (sizes.chunk // BLOCK)
-    call.run(channel.channel_pairs, blocks, registers=sizes.registers)
+    call.run(channel.channel_pairs, sizes.rows * sizes.chunks * (sizes.chunk // BLOCK), registers=sizes.registers)
     call.run(channel.channel_inverse, sizes.rows * sizes.chunks)

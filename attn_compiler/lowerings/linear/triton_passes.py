@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from attn_compiler.lowerings.linear.kernels import backward as backward_kernels, forward as kernels, pieces as joining
-from attn_compiler.lowerings.linear.triton_sizes import SHORT, LinearSizes, empty, state_strides, wide
+from attn_compiler.lowerings.linear.triton_sizes import LinearSizes, empty, state_strides, wide
 from attn_compiler.lowerings.linear.triton_tensors import LinearTensors
 
 #: processors assumed without a GPU: those of an H100
@@ -117,8 +117,7 @@ def _piece_strides(between: torch.Tensor, name: str) -> dict[str, int]:
 
 def _run(call: LinearTensors, kernel: Any, programs: int, part: str = "", **numbers: Any) -> None:
     """Launch a pass. The next chunk's tiles are prefetched where shared memory has room for two chunks."""
-    is_large = call.form.channel and call.sizes.chunk > SHORT and call.sizes.parts > 1
-    stages = 1 if is_large or not call.sizes.parts else 2
+    stages = 1 if (call.form.channel and call.sizes.fills_memory) or not call.sizes.parts else 2
     call.run(kernel, programs, call.sizes.warps, stages, part=part, **numbers)
 
 

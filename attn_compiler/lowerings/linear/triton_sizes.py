@@ -19,7 +19,7 @@ Named = Mapping[str, Tensor]
 #: least size of a product on tensor cores
 _LEAST = 16
 #: tokens of a chunk: usually, and where heads of q and k are wider than `_USUAL`
-_CHUNK, SHORT, _USUAL = 64, 32, 128
+_CHUNK, _SHORT, _USUAL = 64, 32, 128
 #: columns of v of a program: usually, and where heads of q and k are wider
 _COLUMNS, _FEW = 64, 16
 #: channels of k in a program of gradients
@@ -46,11 +46,14 @@ class LinearSizes:
     columns: int
 
     @staticmethod
-    def of(q: Tensor, v: Tensor, *, is_half: bool, precision: str = "exact") -> LinearSizes:
-        """Return the sizes of a call with q (B, S, Hk, K) and v (B, S, H, V). is_half: they are in bfloat16. precision: of the form."""
+    def of(q: Tensor, v: Tensor, *, is_half: bool, precision: str = "exact", has_channels: bool = False) -> LinearSizes:
+        """Return the sizes of a call with q (B, S, Hk, K) and v (B, S, H, V). is_half: they are in bfloat16. precision: of the form.
+        has_channels: a forward in which each channel has a decay."""
         batch, length, heads, dim_v = v.shape
         dim_k = q.shape[3]
-        width = wide(dim_k)
+        width, parts = wide(dim_k), PARTS[precision] if is_half else 0
+        # Two chunks of 64 tokens by 128 channels in three parts would not fit into shared memory.
+        is_short = width > _USUAL or (has_channels and parts == PARTS["exact"])
         return LinearSizes(
             batch=batch,
             length=length,
@@ -58,8 +61,8 @@ class LinearSizes:
             groups=q.shape[2],
             dim_k=dim_k,
             dim_v=dim_v,
-            parts=PARTS[precision] if is_half else 0,
-            chunk=_CHUNK if width <= _USUAL else SHORT,
+            parts=parts,
+            chunk=_SHORT if is_short else _CHUNK,
             columns=min(_COLUMNS if width <= _USUAL else _FEW, wide(dim_v)),
         )
 
@@ -87,6 +90,16 @@ class LinearSizes:
     def warps(self) -> int:
         """Warps of a pass over states: each has 16 columns, so that what they compute goes from product to product in registers."""
         return max(self.columns // 16, 1) if wide(self.dim_k) <= _USUAL else 4
+
+    @property
+    def fewer_columns(self) -> int:
+        """Columns of v that the kernels with most accumulators take at once: more would spill registers."""
+        return max(self.columns // 2, _LEAST)
+
+    @property
+    def fills_memory(self) -> bool:
+        """True if shared memory has no room for a second chunk, where each channel has a decay."""
+        return self.parts > 1 and (self.chunk > _SHORT or wide(self.dim_k) > _USUAL)
 
     @property
     def registers(self) -> int | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from attn_compiler.lowerings.linear.triton_sizes import PARTS, SHORT, LinearSizes, in_half, readable, strides, tile
+from attn_compiler.lowerings.linear.triton_sizes import LinearSizes, in_half, readable, strides, tile
 from attn_compiler.lowerings.shared.launching.launch import Arguments, ReadyKernel, launch
 from attn_compiler.lowerings.shared.launching.replaying import CallCache, call_cache
 from attn_compiler.spec.linear import LinearForm
@@ -39,11 +39,8 @@ class LinearTensors:
             for name, x in given.items()
             if x is not None
         }
-        is_half = in_half(named["q"], named["k"], named["v"])
-        sizes = LinearSizes.of(named["q"], named["v"], is_half=is_half, precision=form.precision)
-        if form.channel and op == "linear_chunks" and sizes.parts == PARTS["exact"]:
-            # Two chunks of tiles in three parts fill the shared memory.
-            sizes = dataclasses.replace(sizes, chunk=SHORT)
+        is_half, channels = in_half(named["q"], named["k"], named["v"]), form.channel and op == "linear_chunks"
+        sizes = LinearSizes.of(named["q"], named["v"], is_half=is_half, precision=form.precision, has_channels=channels)
         same = call_cache(op, f"{text} {list(named)}", [*named.values(), *more])
         return LinearTensors(form=form, sizes=sizes, named=named, same=same)
 

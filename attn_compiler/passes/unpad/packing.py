@@ -103,8 +103,6 @@ class PackedTrial(Trial):
 
 def pack(unit: Unit, mirror: Mirror, found: FoundSites) -> PackedTrial | None:
     """Take the padding out of the graph. The outcome is why it stays, if it does."""
-    if not unit.options.packs:
-        return None
     shares, unpads = unit.options.share_prefix, unit.options.unpad
     with faults.confined(unit.log, "unpad", unit.name or "the graph") as attempt:
         try:
