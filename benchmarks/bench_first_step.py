@@ -3,15 +3,15 @@
     python -m benchmarks.bench_first_step --models llama t5 --calls prefill_left train_right --lengths 1024 6144 --jobs 4
     python -m benchmarks.bench_first_step --rows llama/prefill_left/16384 t5/train_right/1024 --jobs 4 --warm-runs 3
     python -m benchmarks.bench_first_step --device cpu
-    python -m benchmarks.bench_first_step --slow benchmarks/results/first_step_h200.csv --jobs 4
+    python -m benchmarks.bench_first_step --size small --lengths 512 --further "777 1500" --compile-threads 1 --jobs 8
 
 A row is a model, a call of it and a length; benchmarks/first_step.py says what each process measures. Both sides of a row run beside each
 other, with empty caches and then --warm-runs times with full ones, of which the one with the median time counts. One after the other, the
 second side had more of the machine to itself wherever other rows had ended in the meantime. Our package has its bytecode first, as an
 installer leaves it: to compile it takes a process 0.7 s. Rows are on disk as soon as they are measured. --append leaves out those that the
-file has. --slow measures those of a file that are above the goals. --jobs rows are measured beside each other; --budget-seconds begins no
-row after that. --profile FOLDER runs each side once more with full caches, under a profiler: benchmarks/first_step_profile.py compares the
-two.
+file has. --further lengths are called after the first, one after another. --jobs rows are measured beside each other; --budget-seconds
+begins no row after that. --profile FOLDER runs each side once more with full caches, under a profiler: benchmarks/first_step_profile.py
+compares the two.
 """
 
 from __future__ import annotations
@@ -41,15 +41,13 @@ from benchmarks.harness import Bench, arg
 SIDES = {"ours": harness.BACKEND, "inductor": harness.BASELINE}
 CACHES = ("cold", "warm")
 #: a row's name
-ROW = ("model", "call", "length", "batch", "size", "jobs")
+ROW = ("model", "call", "length", "batch", "size", "jobs", "further", "compile_threads")
 MEASURED = (
-    *("first_seconds", "second_seconds", "cpu_seconds", "import_seconds", "passes_seconds"),
+    *("first_seconds", "second_seconds", "further_seconds", "cpu_seconds", "import_seconds", "passes_seconds"),
     *("kernels_ahead", "kernels_late", "from_cache"),
 )
 #: what Inductor's side has not
-_OURS = MEASURED[3:]
-#: ours / Inductor's, above which a row is too slow
-GOALS = {"ratio_cold": 1.25, "ratio_warm": 1.1}
+_OURS = MEASURED[4:]
 COLUMNS = (
     *ROW,
     *(
@@ -71,10 +69,10 @@ class StepFailed(Exception):
     """A process failed, or took too long; its last words."""
 
 
-def fresh_process(job: Job, caches: Path, *, seconds: float, threads: int) -> Mapping[str, Any]:
+def fresh_process(job: Job, caches: Path, *, seconds: float, threads: str) -> Mapping[str, Any]:
     """Raises StepFailed."""
     environment = {**os.environ, **{name: str(caches / name.lower()) for name in _FOLDERS}}
-    environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
+    environment["TORCHINDUCTOR_COMPILE_THREADS"] = threads
     command = [sys.executable, "-m", "benchmarks.first_step", json.dumps(dataclasses.asdict(job))]
     root = Path(__file__).parents[1]
     try:
@@ -126,7 +124,7 @@ def _job(name: Row, device: str, side: str, profile: Path | None) -> Job:
     file = "-".join((name["model"], name["call"], name["length"], side)) + ".prof"
     return Job(
         model=name["model"], call=name["call"], length=int(name["length"]), batch=int(name["batch"]), device=device,
-        size="small" if name["size"] == "small" else "full", side=SIDES[side],
+        size="small" if name["size"] == "small" else "full", side=SIDES[side], further=name["further"],
         profile="" if profile is None else str(profile / file),
     )  # fmt: skip
 
@@ -141,16 +139,6 @@ def _columns(side: str, caches: str, found: Mapping[str, Any]) -> Row:
     return columns | ({"sites": found["sites"]} if side == "ours" else {})
 
 
-def slow(rows: Iterable[Mapping[str, str]]) -> list[str]:
-    """The names of rows above a goal, as `picked` takes them, the worst first. Of a row that was measured again the last time counts."""
-    over = {
-        f"{row['model']}/{row['call']}/{row['length']}": max(float(row[name]) / goal for name, goal in GOALS.items())
-        for row in rows
-        if not row["failure"]
-    }
-    return sorted((name for name, times in over.items() if times > 1), key=lambda name: -over[name])
-
-
 @dataclass(frozen=True)
 class Named:
     """A row to measure. names: of ROW."""
@@ -159,18 +147,19 @@ class Named:
 
 
 def wanted(given: Namespace) -> list[Named]:
-    """The rows that are asked for by name, or are above a goal in a file; else the shortest first, and of each length every model. Raises
-    ValueError for a name that is none."""
+    """The rows that are asked for by name; else the shortest first, and of each length every model. Raises ValueError for a name that is
+    none."""
     on_cpu = given.device == "cpu"
-    rows = slow(harness.read(given.slow)) if given.slow is not None else given.rows
-    found = [_parts(row) for row in rows or ()] or [
+    found = [_parts(row) for row in given.rows or ()] or [
         (model, call, str(length))
         for length in sorted(given.lengths or ([128] if on_cpu else [1024, 6144, 16384]))
         for call in given.calls
         for model in given.models or [model.name for model in MODELS.values() if model.on_cpu or not on_cpu]
         if applies(MODELS[model], CALLS[call])
     ]
-    of_all = (str(given.batch), "small" if on_cpu else "full", str(given.jobs))
+    threads = given.compile_threads or max(2, (os.cpu_count() or 2) // (len(SIDES) * given.jobs))
+    size = "small" if on_cpu else given.size
+    of_all = (str(given.batch), size, str(given.jobs), given.further, str(threads))
     return [Named(dict(zip(ROW, (*parts, *of_all), strict=True))) for parts in found]
 
 
@@ -212,14 +201,15 @@ def said(row: Mapping[str, str]) -> str:
 
 def rows(cases: Sequence[Named], given: Namespace) -> harness.Measured:
     """Those that are begun in time, as they come."""
-    threads = max(2, (os.cpu_count() or 2) // (len(SIDES) * given.jobs))
-
-    def run(job: Job, caches: Path) -> Mapping[str, Any]:
-        return fresh_process(job, caches, seconds=given.process_seconds, threads=threads)
 
     def one(case: Named) -> Row | None:
         if time.monotonic() > given.until:
             return None
+
+        def run(job: Job, caches: Path) -> Mapping[str, Any]:
+            threads = case.names["compile_threads"]
+            return fresh_process(job, caches, seconds=given.process_seconds, threads=threads)
+
         how = {"warm_runs": given.warm_runs, "profile": given.profile}
         return {"failure": "", **measured(case.names, given.device, run, **how)}
 
@@ -244,14 +234,15 @@ BENCH = Bench(
         arg("--calls", nargs="+", choices=CALLS, default=["prefill", "prefill_left", "train", "train_right"]),
         arg("--lengths", nargs="+", type=int, help="1024 6144 16384; on a CPU 128"),
         arg("--rows", nargs="+", metavar="MODEL/CALL/LENGTH", help="these, in this order"),
-        arg("--slow", type=Path, metavar="CSV", help="the rows of a file that are above a goal, the worst first"),
         arg("--warm-runs", type=int, default=1),
         arg("--profile", type=Path, metavar="FOLDER"),
+        arg("--further", default="", metavar="LENGTHS", help="such as '777 1500'"),
+        arg("--compile-threads", type=int, help="of Inductor in each process; else what the cores allow"),
         arg("--batch", type=int, default=2),
         arg("--jobs", type=int, default=1),
         arg("--process-seconds", type=float, default=300),
     ),
-    budget=1e9, short=("ratio_cold", "ratio_warm"), begin=_begin, table=lambda rows: print("\n".join(means(rows))),
+    budget=1e9, sized=True, short=("ratio_cold", "ratio_warm"), begin=_begin, table=lambda rows: print("\n".join(means(rows))),
 )  # fmt: skip
 main = harness.run(BENCH)
 

@@ -5,9 +5,9 @@
 
 first_seconds: to the end of the first forward (or forward and backward), with the import of what compiles. cpu_seconds: CPU time of the
 process meanwhile, in all of its threads. import_seconds: of first_seconds, the import of our package. second_seconds: of the second step.
-passes_seconds: in our passes. kernels_ahead, kernels_late: of our own Triton kernels, those that threads compiled while the graph was, and
-those that their first launch had to; none of those were on disk. from_cache: graphs whose rewrite was on disk, of all graphs. sites: by
-lowering.
+further_seconds: of a step at each further length. passes_seconds: in our passes. kernels_ahead, kernels_late: of our own Triton kernels,
+those that threads compiled while the graph was, and those that their first launch had to; none of those were on disk. from_cache: graphs
+whose rewrite was on disk, of all graphs. sites: by lowering.
 
 Models are tables of first_step_models.toml: the heads, head dims and kinds of layers of the real ones, with 8 layers and as few weights as
 that leaves, for any length.
@@ -181,7 +181,7 @@ _OURS = ("attn_compiler.compiling.backend", "attn_compiler.lowerings", "attn_com
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """side: the backend's name. profile: the file to write a profile of the first step to, if any."""
+    """side: the backend's name. further: lengths after the first. profile: the file to write a profile of the first step to, if any."""
 
     model: str
     call: str
@@ -190,6 +190,7 @@ class Job:
     size: Size
     device: str
     side: str
+    further: str = ""
     profile: str = ""
 
 
@@ -200,6 +201,7 @@ class Measured:
     cpu_seconds: float
     import_seconds: float
     passes_seconds: float
+    further_seconds: str
     kernels_ahead: int
     kernels_late: int
     from_cache: str
@@ -229,13 +231,18 @@ class Kernels:
 def measure(job: Job) -> Measured:
     call = CALLS[job.call]
     case: dict[str, Any] = {"dtype": torch.float32 if job.device == "cpu" else torch.bfloat16, "device": job.device}
-    model = build(job.model, call, job.size, job.length, **case)
-    given = inputs_of(job.model, call, job.size, job.length, job.batch, **case)
+    further = [int(length) for length in job.further.split()]
+    model = build(job.model, call, job.size, max(job.length, *further, 0), **case)
+
+    def step_at(length: int) -> harness.Step:
+        given = inputs_of(job.model, call, job.size, length, job.batch, **case)
+        return harness.make_step(model, given, training=call.training)
+
     kernels = Kernels()
     if job.device != "cpu":
         kernels.watch()
+    step, profile = step_at(job.length), cProfile.Profile()
     harness.synchronize(job.device)
-    profile = cProfile.Profile()
     with profile if job.profile else contextlib.nullcontext():
         begin, began = time.perf_counter(), time.process_time()
         if job.side == harness.BACKEND:
@@ -248,20 +255,26 @@ def measure(job: Job) -> Measured:
                     importlib.import_module(name)
         imported = time.perf_counter()
         model.compile(backend=job.side)
-        step = harness.make_step(model, given, training=call.training)
         step()
         harness.synchronize(job.device)
         first, done = time.perf_counter(), time.process_time()
     if job.profile:
         profile.dump_stats(job.profile)
     # Writing a profile is no part of the second step.
-    again = time.perf_counter()
-    step()
-    harness.synchronize(job.device)
+    second, *seconds = (_seconds(each, job.device) for each in (step, *map(step_at, further)))
     return Measured(
-        first_seconds=first - begin, second_seconds=time.perf_counter() - again, cpu_seconds=done - began,
-        import_seconds=imported - begin, kernels_ahead=kernels.ahead, kernels_late=kernels.late, **_reported(job),
+        first_seconds=first - begin, second_seconds=second, cpu_seconds=done - began, import_seconds=imported - begin,
+        further_seconds=" ".join(f"{one:.3f}" for one in seconds), kernels_ahead=kernels.ahead,
+        kernels_late=kernels.late, **_reported(job),
     )  # fmt: skip
+
+
+def _seconds(step: harness.Step, device: str) -> float:
+    harness.synchronize(device)
+    began = time.perf_counter()
+    step()
+    harness.synchronize(device)
+    return time.perf_counter() - began
 
 
 def _reported(job: Job) -> dict[str, Any]:

@@ -21,12 +21,12 @@ from benchmarks.first_step import CALLS, MODELS, Job, Kernels
 pytest.importorskip("transformers", reason="these tests build models of transformers: pip install -e '.[models]'")
 
 # Rows of first steps.
-NAME = {"model": "llama", "call": "train_right", "length": "64", "batch": "2", "size": "small", "jobs": "1"}
+NAME = dict(zip(bench_first_step.ROW, ("llama", "train_right", "64", "2", "small", "1", "", "2"), strict=True))
 
 
 def found(first: float, **others: Any) -> dict[str, Any]:
     return {
-        "first_seconds": first, "second_seconds": 0.5, "cpu_seconds": first / 2, "import_seconds": 0.25,
+        "first_seconds": first, "second_seconds": 0.5, "further_seconds": "", "cpu_seconds": first / 2, "import_seconds": 0.25,
         "passes_seconds": 0.125, "kernels_ahead": 3, "kernels_late": 0, "from_cache": "1/1", "sites": "triton x8",
         **others,
     }  # fmt: skip
@@ -63,7 +63,7 @@ def test_a_process_has_caches_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
     monkeypatch.setattr(subprocess, "run", process)
     job = Job(model="llama", call="train", length=64, batch=2, size="small", device="cpu", side="inductor")
-    assert bench_first_step.fresh_process(job, tmp_path, seconds=5, threads=2)["first_seconds"] == 1.0
+    assert bench_first_step.fresh_process(job, tmp_path, seconds=5, threads="2")["first_seconds"] == 1.0
     ((command, given),) = asked
     assert Job(**json.loads(command[-1])) == job
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
@@ -83,11 +83,11 @@ def test_kernels_of_ours_are_counted_and_none_that_was_on_disk() -> None:
 @pytest.mark.parametrize("side", ["attn_compiler", "eager"])
 def test_one_process_measures_both_steps(side: str, tmp_path: Path) -> None:
     torch.compiler.reset()
-    given: dict[str, Any] = {"length": 16, "batch": 2, "size": "small", "device": "cpu", "side": side}
+    given: dict[str, Any] = {"length": 16, "batch": 2, "size": "small", "device": "cpu", "further": "24 9"}
     file = tmp_path / "step.prof"
-    measured = first_step.measure(Job(model="bert", call="prefill_right", **given, profile=str(file)))
+    measured = first_step.measure(Job(model="bert", call="prefill_right", side=side, profile=str(file), **given))
     assert pstats.Stats(str(file)).total_calls > 1000  # type: ignore[attr-defined]
-    assert measured.cpu_seconds > 0
+    assert (measured.cpu_seconds > 0, len(measured.further_seconds.split())) == (True, 2)
     assert measured.first_seconds > measured.second_seconds > 0
     assert measured.first_seconds > measured.import_seconds
     assert bool(measured.sites) == bool(measured.passes_seconds) == (side == "attn_compiler")
