@@ -67,7 +67,7 @@ TAKEN: Mapping[object, frozenset[str]] = {
     aten.baddbmm.default: frozenset({"self", "batch1", "batch2", "beta", "alpha"}),
     aten.layer_norm.default: frozenset({"input", "normalized_shape", "weight", "bias", "eps", "cudnn_enable"}),
     aten.rms_norm.default: frozenset({"input", "normalized_shape", "weight", "eps"}),
-    aten.cat.default: frozenset({"tensors", "dim"}),
+    **dict.fromkeys((aten.cat.default, aten.concatenate.default, aten.concat.default), frozenset({"tensors", "dim"})),
     aten.stack.default: frozenset({"tensors", "dim"}),
     # `weight` has one number for each class.
     aten.cross_entropy_loss.default: frozenset(

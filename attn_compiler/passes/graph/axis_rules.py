@@ -367,7 +367,7 @@ RULES: dict[object, Line] = {
     **_lines(product(1, 2), aten.addmm.default),
     **_lines(product(1, 2), aten.baddbmm.default, packs=False),
     **_lines(normalised, aten.layer_norm.default, aten.rms_norm.default),
-    **_lines(joined, aten.cat.default, aten.stack.default),
+    **_lines(joined, aten.cat.default, aten.concatenate.default, aten.concat.default, aten.stack.default),
     **_lines(losses, aten.cross_entropy_loss.default),
     **_lines(getitem, operator.getitem),
     **_lines(pointwise, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar),

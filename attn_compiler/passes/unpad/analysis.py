@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
-from attn_compiler.passes.graph import axes, views
+from attn_compiler.passes.graph import axes, axis_rules, gradients, mutation, views
 from attn_compiler.passes.graph.axes import Atom, AxisError, Dims
 from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.site import Site
-from attn_compiler.passes.unpad import exits, forms, rules
+from attn_compiler.passes.unpad import exits, forms, indexing, rules
 from attn_compiler.passes.unpad.exits import RuntimeFact
 from attn_compiler.passes.unpad.forms import (
     POSITION_WISE,
-    Form,
     FormRecipe,
     Indexed,
     KeepsPadding,
@@ -26,15 +26,21 @@ from attn_compiler.passes.unpad.forms import (
     places,
 )
 from attn_compiler.passes.unpad.masks import PackedPairs, Padding
-from attn_compiler.passes.unpad.rules import Result
 from attn_compiler.reasons.codes import Code
 
 aten = torch.ops.aten
+#: lines of products with weights
+PRODUCTS = [axis_rules.RULES[op] for op in (aten.linear.default, aten.mm.default, aten.addmm.default)]
 SDPA = aten.scaled_dot_product_attention.default
 
 
 class Analysis:
-    """The forms of every value. batch, seq: the atoms of rows and positions. facts: by the mirror node that rests on it."""
+    """The forms of every value. batch, seq: the atoms of rows and positions. facts: by the mirror node that rests on it.
+
+    is_shared: each position has a token that stands for it, in place of padding.
+    """
+
+    is_shared = False
 
     def __init__(self, mirror: Mirror, padding: Padding, pairs: Mapping[Site, PackedPairs]) -> None:
         shape = axes.shape_exprs(views.value(padding.tensor.node))
@@ -53,6 +59,7 @@ class Analysis:
         self._pairs = {site.match.anchor: own for site, own in pairs.items()}
         self._values: dict[fx.Node, Value] = {}
         self._inputs: dict[fx.Node, frozenset[fx.Node]] = {}
+        self._of_all: set[fx.Node] = set()
         for node in mirror.graph.nodes:
             if node.op != "output":
                 self._values[node] = self._seen(node)
@@ -72,21 +79,25 @@ class Analysis:
         if node.target is SDPA:
             return self._attention(node)
         try:
-            result = rules.packed_result(self, node)
+            value = rules.packed_result(self, node)
         except (KeepsPadding, AxisError) as error:
             why = error if isinstance(error, KeepsPadding) else forms.refused(node, str(error))
             return self._plain(node, given) if is_exact else self._exit(node, why)
-        if is_exact:
-            return self._of_kind(node, given, result)
-        if result.packed is None:
+        if is_exact and (self.is_shared or value.at_padding is None or axis_rules.line_of(node) not in PRODUCTS):
+            return self._of_kind(node, given, value)
+        if value.packed is None:
             return self._exit(node, forms.refused(node, "it reads more than each position by itself"))
-        return Value(
-            kind=Kind.PACKED,
-            dims=result.dims,
-            packed=result.packed,
-            at_padding=result.at_padding,
-            several=result.several,
-        )
+        value.returned = self._whole(node, value.dims, value.at_padding)
+        return value
+
+    def _whole(self, node: fx.Node, dims: Dims = (), number: float | None = None) -> FormRecipe | None:
+        """Return the recipe of the model's own tensor: it is known at padding, or made of operands that are."""
+        number = 0 if self.is_shared else number
+        if number is not None and forms.has_both(self, dims):
+            with contextlib.suppress(KeepsPadding):
+                return indexing.unpacked(self, node, dims, number)
+        is_known = all(self._values[x].is_whole for x in node.all_input_nodes)
+        return forms.call(node, {}) if is_known and not rules.draws(node) and not mutation.writes(node) else None
 
     def _made_of(self, node: fx.Node) -> frozenset[fx.Node]:
         """Return the inputs of (rows, positions, ...) that a value is computed from."""
@@ -96,17 +107,14 @@ class Analysis:
 
     def _leaf(self, node: fx.Node) -> Value:
         """Describe an input. One of (rows, positions, ...) may be seen as one of positions: that claims nothing."""
-        x = node.meta.get("val")
-        if not isinstance(x, torch.Tensor):
-            return Value(kind=Kind.ORIGINAL)
-        dims = axes.fresh(axes.shape_exprs(x))
+        dims = forms.fresh(node)
         if self._is_of_positions(node, dims):
             dims = ((self.batch,), (self.seq,), *dims[2:])
-        return Value(kind=Kind.ORIGINAL, dims=dims, packed=self._taken(node, dims), at_padding=self._of_mask(node))
+        return Value(kind=Kind.ORIGINAL, dims=dims, packed=self.taken(node, dims), at_padding=self._of_mask(node))
 
     def _of_mask(self, node: fx.Node) -> bool | int | None:
         """Return the mask's own value at padding: 0, or another number if the mask's kind tells it, or 1 if attentions ask for 1."""
-        if node is not self.padding.tensor.node:
+        if node is not self.padding.tensor.node or gradients.carries(self.mirror, node):
             return None
         is_bool = node.meta["val"].dtype == torch.bool
         if not self.padding.negated:
@@ -121,46 +129,71 @@ class Analysis:
         pairs = zip(dims, (self.batch, self.seq), strict=False)
         return all(axes.same_size(axes.dim_size(dim), atom.size) for dim, atom in pairs)
 
-    def _taken(self, node: fx.Node, dims: Dims) -> FormRecipe | None:
+    def taken(self, node: fx.Node, dims: Dims) -> FormRecipe | None:
         """Return the recipe that indexes a plain value at the real tokens."""
         if not forms.has_both(self, dims):
             return None
-        try:
-            form = _indexed(self, node, dims)
-        except KeepsPadding:
-            return None
-        return FormRecipe(needs=(Need(node, form),), make=lambda _, given: given[0])
+        (i,), (j,) = places(dims, self.batch), places(dims, self.seq)
+        with contextlib.suppress(KeepsPadding):
+            forms.require_alone(self, node, dims, (i, j))
+            form = Indexed(batch=i, seq=j, rank=len(dims))
+            return FormRecipe(needs=(Need(node, form),), make=lambda _, given: given[0])
+        return None
 
     def _plain(self, node: fx.Node, given: list[Value]) -> Value:
-        x = node.meta.get("val")
-        dims = axes.fresh(axes.shape_exprs(x)) if isinstance(x, torch.Tensor) else ()
-        if node is self.padding.tensor.node:
-            dims = ((self.batch,), (self.seq,))
-        return self._of_kind(node, given, Result(dims=dims, at_padding=rules.of_constant(self.mirror, node)))
+        dims = ((self.batch,), (self.seq,)) if node is self.padding.tensor.node else forms.fresh(node)
+        number = rules.of_constant(self.mirror, node)
+        return self._of_kind(node, given, Value(kind=Kind.ORIGINAL, dims=dims, at_padding=number))
 
-    def _of_kind(self, node: fx.Node, given: list[Value], result: Result) -> Value:
-        is_returned = any(value.kind is Kind.RETURNED for value in given)
-        number = self._of_mask(node)
-        packed = result.packed
-        if packed is None and result.several is None and isinstance(node.meta.get("val"), torch.Tensor):
-            packed = self._taken(node, result.dims)
-        return Value(
-            kind=Kind.RETURNED if is_returned else Kind.ORIGINAL,
-            dims=result.dims,
-            packed=packed,
-            returned=forms.call(node, {}) if is_returned else None,
-            at_padding=result.at_padding if number is None else number,
-            several=result.several,
-        )
+    def _of_kind(self, node: fx.Node, given: list[Value], value: Value) -> Value:
+        """Complete the analysis of a node that reads the model's own values. value: what is known of it by its op."""
+        if any(x.kind is Kind.RETURNED for x in given):
+            value.kind, value.returned = Kind.RETURNED, forms.call(node, {})
+        else:
+            value.kind = Kind.ORIGINAL
+        if (number := self._of_mask(node)) is not None:
+            value.at_padding = number
+        if not forms.has_both(self, value.dims) and not self._of_all.isdisjoint(node.all_input_nodes):
+            value.dims = self._tokens_in(node)
+        if isinstance(node.meta.get("val"), torch.Tensor):
+            if mutation.is_written_later(self.mirror, node):
+                value.packed = value.at_padding = None
+            elif value.packed is None and value.several is None:
+                value.packed = self.taken(node, value.dims)
+        return value
 
     def _exit(self, node: fx.Node, why: KeepsPadding) -> Value:
         found = exits.exit_at(self, node)
         if found is None:
-            return Value(kind=Kind.LOST, lost=why)
+            return self._mixed(node, why)
         if found.fact is not None:
             self.facts[node] = found.fact
-        x = node.meta["val"]
-        return Value(kind=Kind.RETURNED, dims=axes.fresh(axes.shape_exprs(x)), returned=found.returned)
+        return Value(kind=Kind.RETURNED, dims=forms.fresh(node), returned=found.returned)
+
+    def _mixed(self, node: fx.Node, why: KeepsPadding) -> Value:
+        """Let an op that mixes positions read the model's own tensors."""
+        returned = self._whole(node)
+        if returned is None:
+            return Value(kind=Kind.LOST, lost=why)
+        dims = self._tokens_in(node)
+        return Value(kind=Kind.RETURNED, dims=dims, packed=self.taken(node, dims), returned=returned)
+
+    def _tokens_in(self, node: fx.Node) -> Dims:
+        """Return the axes of what is made of all positions: those of rows and of positions are told by their sizes.
+
+        Any axes of these sizes may be seen so. Where several have them, those of an operand are taken.
+        """
+        self._of_all.add(node)
+        dims = list(forms.fresh(node))
+        likely = next((v.dims for v in map(self.value, node.all_input_nodes) if forms.has_both(self, v.dims)), ())
+        found = []
+        for atom in (self.batch, self.seq):
+            sized = [i for i, dim in enumerate(dims) if axes.same_size(axes.dim_size(dim), atom.size)]
+            as_before = [i for i in sized if len(likely) == len(dims) and atom in axes.resolve(likely[i])]
+            found.append(as_before or sized)
+        if len(dims) > 2 and [len(x) for x in found] == [1, 1] and found[0] != found[1]:
+            dims[found[0][0]], dims[found[1][0]] = (self.batch,), (self.seq,)
+        return tuple(dims)
 
     def _attention(self, node: fx.Node) -> Value:
         pairs = self._pairs.get(node)
@@ -201,9 +234,3 @@ class Analysis:
         dims = (*self.value(operands[0]).dims[:3], *axes.fresh(axes.shape_exprs(views.value(node))[3:]))
         needs = (*(Need(x, "packed") for x in operands), *further.values())
         return Value(kind=Kind.PACKED, dims=dims, packed=FormRecipe(needs=needs, make=make))
-
-
-def _indexed(context: Analysis, node: fx.Node, dims: Dims) -> Form:
-    (i,), (j,) = places(dims, context.batch), places(dims, context.seq)
-    forms.require_alone(context, node, dims, (i, j))
-    return Indexed(batch=i, seq=j, rank=len(dims))

@@ -87,15 +87,14 @@ def _one_position(context: Context, node: fx.Node) -> Exit | None:
 
 
 def _sum(context: Context, node: fx.Node) -> Exit | None:
-    """Exit at a sum over a value that is 0 at padding."""
+    """Exit at a sum over all positions of a value that is 0 at padding. Other sums read the model's own value."""
     x = views.source(node)
     value = context.value(x)
     if value.packed is None or value.at_padding != 0:
         return None
     at = set(range(len(value.dims))) if node.target is aten.sum.default else views.named_axes(node, len(value.dims))
     over_all = {*places(value.dims, context.batch), *places(value.dims, context.seq)} <= at
-    form: Form = "packed" if over_all else "unpacked"
-    return Exit(returned=forms.call(node, {x: form}))
+    return Exit(returned=forms.call(node, {x: "packed"})) if over_all else None
 
 
 def _cross_entropy(context: Context, node: fx.Node) -> Exit | None:

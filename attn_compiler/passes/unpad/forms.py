@@ -88,7 +88,7 @@ class Value:
     kind: the source of its value.
     dims: its axes; those of rows and positions hold the analysis' own atoms.
     packed: the recipe for real tokens alone; None if there is none.
-    returned: for a RETURNED value, its recipe.
+    returned: the recipe of the model's own tensor, of a RETURNED value, and of a PACKED one if it is known; None if there is none.
     at_padding: the number that it holds at padding; None if that is not known.
     several: for an op with several results, the axes of each.
     lost: for a LOST value, the reason.
@@ -106,6 +106,11 @@ class Value:
     def is_exact(self) -> bool:
         """Return whether the model's own value is there."""
         return self.kind in (Kind.ORIGINAL, Kind.RETURNED)
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether an op may read the model's own value, which is made of the packed one if need be."""
+        return self.is_exact or self.returned is not None
 
 
 def places(dims: Dims, atom: Atom) -> list[int]:
@@ -133,44 +138,27 @@ def is_tagged(context: Context, dim: Dim) -> bool:
     return any(atom in (context.batch, context.seq) for atom in axes.resolve(dim))
 
 
+def fresh(node: fx.Node) -> Dims:
+    """Return axes of which nothing is known but their sizes."""
+    x = node.meta.get("val")
+    return axes.fresh(axes.shape_exprs(x)) if isinstance(x, torch.Tensor) else ()
+
+
 def has_both(context: Context, dims: Dims) -> bool:
     return len(places(dims, context.batch)) == 1 and len(places(dims, context.seq)) == 1
 
 
-def call(node: fx.Node, forms: Mapping[fx.Node, Form], **changed: Any) -> FormRecipe:
-    """Return the recipe of the op on its operands in these forms; operands that are not named stay plain.
-
-    changed: arguments with other values, by name; a function makes one from the Maker.
-    """
-    needs = tuple(Need(x, forms.get(x, "plain")) for x in node.all_input_nodes if not _is_changed(node, x, changed))
+def call(node: fx.Node, forms: Mapping[fx.Node, Form]) -> FormRecipe:
+    """Return the recipe of the op on its operands in these forms; operands that are not named stay plain."""
+    needs = tuple(Need(x, forms.get(x, "plain")) for x in node.all_input_nodes)
 
     def make(maker: Any, given: tuple[fx.Node, ...]) -> fx.Node:
         of = {need.node: own for need, own in zip(needs, given, strict=True)}
-        args, kwargs = _arguments(node, {n: v(maker) if callable(v) else v for n, v in changed.items()})
-        args, kwargs = fx.map_arg((args, kwargs), lambda n: of[n])
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: of[n])
         made: fx.Node = maker.call(node.target, *args, **kwargs)
         return made
 
     return FormRecipe(needs=needs, make=make)
-
-
-def _is_changed(node: fx.Node, x: fx.Node, changed: Mapping[str, Any]) -> bool:
-    args, kwargs = _arguments(node, dict.fromkeys(changed))
-    kept: list[fx.Node] = []
-    fx.map_arg((args, kwargs), kept.append)
-    return x not in kept
-
-
-def _arguments(node: fx.Node, changed: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    args, kwargs = list(node.args), dict(node.kwargs)
-    if changed and isinstance(node.target, torch._ops.OpOverload):
-        names = [parameter.name for parameter in node.target._schema.arguments]
-        for name, value in changed.items():
-            if (place := names.index(name)) < len(args):
-                args[place] = value
-            else:
-                kwargs[name] = value
-    return tuple(args), kwargs
 
 
 def refused(node: fx.Node, observed: str, remedy: str | None = None) -> KeepsPadding:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,11 +13,11 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensorMode
 
-from attn_compiler.passes.graph import axes, regions
+from attn_compiler.passes.graph import axes, axis_rules, regions
 from attn_compiler.passes.graph.axes import Dims
 from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.unpad import indexing
-from attn_compiler.passes.unpad.analysis import Analysis
+from attn_compiler.passes.unpad.analysis import PRODUCTS, Analysis
 from attn_compiler.passes.unpad.forms import FormRecipe, Indexed, KeepsPadding, Kind, Need, call
 from attn_compiler.passes.unpad.masks import PackedPairs, PositionBand
 from attn_compiler.passes.unpad.scores import PackedScores
@@ -76,7 +76,18 @@ class Maker:
                 recipes[need] = self._recipe(need)
                 waiting.extend(recipes[need].needs)
         self._check_kept(recipes)
-        for need in sorted(recipes, key=self._place):
+        for need in [x for x in recipes if x.form == "packed" and self.is_padded(x.node, recipes)]:
+            # A product that is computed with padding is taken from there, and not computed twice.
+            taken = self.analysis.taken(need.node, self.analysis.value(need.node).dims)
+            if taken is not None:
+                recipes |= {need: taken, **{x: self._recipe(x) for x in taken.needs}}
+
+        def place(need: Need) -> tuple[int, int]:
+            """Order forms as the mirror's nodes; forms of one node come after those that they are made of."""
+            own = [place(x)[1] for x in recipes[need].needs if x.node is need.node]
+            return self.mirror.order(need.node), 1 + max(own, default=0)
+
+        for need in sorted(recipes, key=place):
             recipe = recipes[need]
             with self._at(need):
                 self.made[need] = recipe.make(self, tuple(self.made[x] for x in recipe.needs))
@@ -97,7 +108,7 @@ class Maker:
         if isinstance(need.form, Indexed):
             return indexing.indexed(need.node, need.form)
         if need.form == "unpacked":
-            return indexing.unpacked(self.analysis, need.node)
+            return indexing.unpacked(self.analysis, need.node, value.dims)
         if need.form == "packed":
             if value.packed is None:
                 raise _out_of_reach("what is packed has rows and positions", need.node)
@@ -106,10 +117,10 @@ class Maker:
 
     def _plain(self, node: fx.Node) -> FormRecipe:
         value = self.analysis.value(node)
-        if not value.is_exact:
+        if not value.is_whole:
             raise _out_of_reach("what is read at padding is made without attention", node)
         own = self.mirror.dynamo_node(node)
-        if value.kind is Kind.RETURNED and not self.is_kept(node):
+        if value.kind is Kind.PACKED or (value.kind is Kind.RETURNED and not self.is_kept(node)):
             if value.returned is None:
                 raise _out_of_reach("what is made of packed tokens is made of them alone", node)
             return value.returned
@@ -118,6 +129,13 @@ class Maker:
         if node.op != "call_function":
             raise _out_of_reach("what is packed is a value of the captured graph", node)
         return call(node, {})
+
+    def is_padded(self, node: fx.Node, made: Container[Need]) -> bool:
+        """Return whether a product with weights is computed with padding."""
+        if axis_rules.line_of(node) not in PRODUCTS or Need(node, "plain") not in made:
+            return False
+        whole = self.analysis.value(node).returned
+        return whole is None or Need(node, "packed") not in whole.needs
 
     def is_kept(self, node: fx.Node) -> bool:
         """Return whether the model's own call makes a value below packed ones: the call reads none of those itself."""
@@ -167,11 +185,6 @@ class Maker:
             self.erased.add(dynamo)
 
     # ---- places ----------------------------------------------------------------------------------------------------------
-
-    def _place(self, need: Need) -> tuple[int, int]:
-        """Order forms as the mirror's nodes; forms of one node come after those that they are made of."""
-        form = "indexed" if isinstance(need.form, Indexed) else need.form
-        return self.mirror.order(need.node), ("plain", "indexed", "packed", "unpacked").index(form)
 
     @contextlib.contextmanager
     def _at(self, need: Need) -> Iterator[None]:

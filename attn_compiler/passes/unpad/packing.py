@@ -18,7 +18,7 @@ from attn_compiler.passes.graph.mutation import Version
 from attn_compiler.passes.graph.onward import Trial
 from attn_compiler.passes.graph.unit import FoundSites, GraphMemory, Unit, module_path, source_line
 from attn_compiler.passes.unpad import exits, facts as run_time_facts, masks, packed_sizes, rules, scores, sharing
-from attn_compiler.passes.unpad.analysis import Analysis
+from attn_compiler.passes.unpad.analysis import PRODUCTS, Analysis
 from attn_compiler.passes.unpad.forms import KeepsPadding, Kind, Need, places
 from attn_compiler.passes.unpad.making import Maker, Tokens
 from attn_compiler.passes.unpad.masks import Padding
@@ -34,11 +34,6 @@ from attn_compiler.torch_private import (
     tracing as torch_tracing,
 )
 
-#: lines of products with weights
-_PRODUCTS = [
-    axis_rules.RULES[op]
-    for op in (torch.ops.aten.linear.default, torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-]
 #: lowerings that compute no pair of tokens of two rows
 LEAVING_OUT = ("rows", "hopper", "triton")
 
@@ -325,11 +320,11 @@ def _put_in(maker: Maker, replaced: Mapping[fx.Node, Need]) -> tuple[str, ...]:
 
 def _work(maker: Maker, found: FoundSites) -> PackedWork:
     """Return the work of a call. Sizes that are not known count for nothing."""
-    packed = {need.node for need in maker.made if need.form == "packed"}
+    packed = {need.node for need in maker.made if need.form == "packed" and not maker.is_padded(need.node, maker.made)}
     weights = [
         x.meta["val"].numel()
         for node in packed
-        if axis_rules.line_of(node) in _PRODUCTS
+        if axis_rules.line_of(node) in PRODUCTS
         for x in node.all_input_nodes
         if x not in packed and x.meta["val"].dim() == 2
     ]

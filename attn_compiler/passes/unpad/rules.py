@@ -23,6 +23,7 @@ from attn_compiler.passes.unpad.forms import (
     Form,
     FormRecipe,
     KeepsPadding,
+    Kind,
     Need,
     Value,
     call,
@@ -47,13 +48,23 @@ _PRODUCTS = (aten.mul.Tensor, aten.logical_and.default, aten.bitwise_and.Tensor)
 _FILLS = (aten.masked_fill.Scalar, aten.masked_fill.Tensor)
 _CHOICES = (aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar)
 _MOVES = (axis_rules.same, axis_rules.view, axis_rules.slice_, axis_rules.getitem)
+#: ops whose result is 0 where the first operand is: a sum of products without a bias, or a number times others
+_OF_ZERO = (aten.linear.default, aten.mm.default, aten.matmul.default, aten.dropout.default)
 
 
 def number_at_padding(context: Context, node: fx.Node, rule: axis_rules.Rule) -> Number | None:
     """Return the number that a result holds at padding; None if it is not known. rule: of the op, for each position by itself."""
     if node.target in _LIKE:
         return of_constant(context.mirror, node)
-    if rule in _MOVES or isinstance(node.meta.get("val"), (tuple, list)):
+    if node.target in _OF_ZERO:
+        is_zero = context.value(views.source(node)).at_padding == 0 and views.argument(node, "bias") is None
+        return _cast(0, node) if is_zero else None
+    if rule is axis_rules.joined:
+        numbers = {context.value(x).at_padding for x in _tensors(node)}
+        return _cast(numbers.pop(), node) if len(numbers) == 1 else None
+    if isinstance(node.meta.get("val"), (tuple, list)):
+        return context.value(views.source(node)).at_padding
+    if rule in _MOVES:
         return _cast(context.value(views.source(node)).at_padding, node)
     if node.target in _PRODUCTS:
         factors = [context.value(x).at_padding for x in _tensors(node)]
@@ -158,19 +169,6 @@ def _runs(need: Need, context: Context, mirror: Mirror) -> bool:
     return need.form == "plain" and mirror.dynamo_node(need.node) is None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """The packed result of an op. dims: its axes. packed: its recipe for real tokens; None if nothing of it is by position.
-
-    several: the axes of each result of an op that has several. at_padding: as in `Value`.
-    """
-
-    dims: Dims
-    packed: FormRecipe | None = None
-    several: tuple[Dims, ...] | None = None
-    at_padding: bool | int | float | None = None
-
-
 @dataclass(frozen=True)
 class _Followed:
     """Rows and positions, for the table of all ops."""
@@ -192,7 +190,7 @@ class _Followed:
         return Mixed(why="operands meet that have rows or positions at different axes") if len(known) > 1 else None
 
 
-def packed_result(context: Context, node: fx.Node) -> Result:
+def packed_result(context: Context, node: fx.Node) -> Value:
     """Return the result of an op. Raises KeepsPadding where it can't be done on packed operands, and AxisError."""
     line = axis_rules.line_of(node)
     if node.target not in axis_rules.RULES and draws(node):
@@ -217,7 +215,7 @@ def packed_result(context: Context, node: fx.Node) -> Result:
     recipe = _RECIPES_OF_OPS.get(node.target) or _RECIPES.get(line.rule, _of_first)
     packed = recipe(context, node, found.dims) if found.several or has_both(context, found.dims) else None
     number = number_at_padding(context, node, line.rule)
-    return Result(dims=found.dims, packed=packed, several=found.several, at_padding=number)
+    return Value(kind=Kind.PACKED, dims=found.dims, packed=packed, several=found.several, at_padding=number)
 
 
 def _require(context: Context, node: fx.Node) -> None:

@@ -20,8 +20,7 @@ from attn_compiler.passes.unpad import forms, rules
 from attn_compiler.passes.unpad.analysis import Analysis
 from attn_compiler.passes.unpad.forms import FormRecipe, Indexed, KeepsPadding, Kind, Need, Value
 from attn_compiler.passes.unpad.making import Maker
-from attn_compiler.passes.unpad.masks import PackedPairs, Padding, PositionBand
-from attn_compiler.passes.unpad.rules import Result
+from attn_compiler.passes.unpad.masks import PackedPairs, Padding
 from attn_compiler.reasons.codes import Code
 
 aten = torch.ops.aten
@@ -35,8 +34,10 @@ _RULE = "rows that begin alike have the same numbers there"
 class SharedAnalysis(Analysis):
     """The forms of every value. compared: what tells rows apart is asked of these forms. windows: how far back queries see; None: all."""
 
+    is_shared = True
+
     def __init__(self, mirror: Mirror, padding: Padding, pairs: Mapping[Site, PackedPairs]) -> None:
-        self.windows = tuple(dict.fromkeys(_left(own.band) for own in pairs.values()))
+        self.windows = tuple(dict.fromkeys(own.band.left for own in pairs.values()))
         self._above = set(reached(site.match.anchor for site in pairs))
         self._stops: dict[fx.Node, KeepsPadding] = {}
         self._asked: set[Need] = set()
@@ -75,28 +76,24 @@ class SharedAnalysis(Analysis):
             self._tells[need] = found
         return self._tells[need]
 
-    def _of_kind(self, node: fx.Node, given: list[Value], result: Result) -> Value:
-        value = super()._of_kind(node, given, result)
+    def _of_kind(self, node: fx.Node, given: list[Value], made: Value) -> Value:
+        value = super()._of_kind(node, given, made)
         if value.kind is not Kind.RETURNED:
             return value
         stop = self._stop(node)
         if stop is not None:
             self._stops[node] = stop
         # It may differ between rows, and is not there before the call.
-        return Value(kind=Kind.RETURNED, dims=_fresh(node), returned=value.returned)
+        return Value(kind=Kind.RETURNED, dims=forms.fresh(node), returned=value.returned)
 
     def _exit(self, node: fx.Node, why: KeepsPadding) -> Value:
         """Let an op read the model's own tensors."""
-        packed = [x for x in node.all_input_nodes if self.value(x).kind is Kind.PACKED]
-        if any(self.value(x).several is not None for x in packed) or not isinstance(
-            node.meta.get("val"), (torch.Tensor, tuple, list)
-        ):
-            return Value(kind=Kind.LOST, lost=why)
+        value = self._mixed(node, why)
+        if value.kind is not Kind.RETURNED:
+            return value
         # The first such op above is to blame for all that follows.
         self._stops[node] = self._stop(node) or why
-        return Value(
-            kind=Kind.RETURNED, dims=_fresh(node), returned=forms.call(node, dict.fromkeys(packed, "unpacked"))
-        )
+        return Value(kind=Kind.RETURNED, dims=forms.fresh(node), returned=value.returned)
 
     def _stop(self, node: fx.Node) -> KeepsPadding | None:
         return next((self._stops[x] for x in node.all_input_nodes if x in self._stops), None)
@@ -115,7 +112,7 @@ class SharedAnalysis(Analysis):
         is_shorter = all(x is not None and self.value(x).packed is not None for x in repeated)
         k, v = (x if x is not None and is_shorter else own for x, own in zip(repeated, (k, v), strict=True))
         is_gqa = is_shorter or bool(views.argument(node, "enable_gqa"))
-        scale, window = views.argument(node, "scale"), self.windows.index(_left(pairs.band))
+        scale, window = views.argument(node, "scale"), self.windows.index(pairs.band.left)
 
         def make(maker: Maker, given: tuple[fx.Node, ...]) -> fx.Node:
             keys, values = (maker.call(aten.index_select.default, x, 2, maker.given.keys) for x in given[1:])
@@ -181,15 +178,6 @@ def _refusing(why: KeepsPadding) -> Callable[[Maker, tuple[fx.Node, ...]], fx.No
         raise why
 
     return make
-
-
-def _left(band: PositionBand) -> int | None:
-    return band.left
-
-
-def _fresh(node: fx.Node) -> axes.Dims:
-    x = node.meta.get("val")
-    return axes.fresh(axes.shape_exprs(x)) if isinstance(x, torch.Tensor) else ()
 
 
 def _drawn(node: fx.Node) -> KeepsPadding:

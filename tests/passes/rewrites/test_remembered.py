@@ -14,16 +14,7 @@ import torch.nn.functional as F
 import attn_compiler
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Faster
-from attn_compiler.torch_private.store import FOLDER
 from tests.passes.rewrites.compiling import attention, compiled, is_again, masked, qkv, why_not
-
-
-@pytest.fixture(autouse=True)
-def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Where rewrites are kept."""
-    monkeypatch.setenv("ATTN_COMPILER_CACHE_REWRITES", "1")
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    return tmp_path / FOLDER
 
 
 def test_what_is_kept_from_call_to_call_is_not_kept_in_files() -> None:

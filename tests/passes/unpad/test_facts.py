@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +15,7 @@ import attn_compiler
 from attn_compiler.passes.graph.axes import Atom, Dims
 from attn_compiler.passes.matching import match
 from attn_compiler.passes.unpad import facts, forms, packing
-from attn_compiler.passes.unpad.forms import FormRecipe, Indexed, KeepsPadding, Kind, Need, Value, places
+from attn_compiler.passes.unpad.forms import FormRecipe, Indexed, KeepsPadding, Kind, Value, places
 from attn_compiler.passes.writing import lower
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.errors import AttnCompilerWarning, PassFailed
@@ -167,25 +166,6 @@ def test_an_op_is_called_on_its_operands_forms() -> None:
     assert _recorded(recipe, a, b) == (aten.add.Tensor, (a, b), {"alpha": 2})
 
 
-def test_arguments_are_given_otherwise_by_their_names() -> None:
-    graph = fx.Graph()
-    x, size = graph.placeholder("x"), graph.placeholder("size")
-    node = graph.call_function(aten.expand.default, (x, [size, 4]))
-    recipe = forms.call(node, {x: "packed"}, size=lambda maker: [maker.name], implicit=True)
-    # What is given otherwise is not needed.
-    assert [tuple(need) for need in recipe.needs] == [(x, "packed")]
-    a = graph.placeholder("a")
-    assert _recorded(recipe, a) == (aten.expand.default, (a, ["maker"]), {"implicit": True})
-
-
-def test_a_call_that_is_no_op_has_no_names() -> None:
-    graph = fx.Graph()
-    x = graph.placeholder("x")
-    recipe = forms.call(graph.call_function(operator.neg, (x,)), {}, dim=1)
-    a = graph.placeholder("a")
-    assert _recorded(recipe, a) == (operator.neg, (a,), {})
-
-
 # A packed graph stays with kernels for all of its attentions.
 def test_without_a_kernel_that_leaves_rows_out_padding_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "LEAVING_OUT", ())
@@ -318,17 +298,3 @@ def test_a_part_of_an_axis_is_found_in_what_was_split() -> None:
     # What was split into others is not there any more.
     seq.parts = (_atom(2), _atom(5))
     assert places(((whole,),), seq) == []
-
-
-@pytest.mark.parametrize(
-    ("kind", "is_exact"), [(Kind.ORIGINAL, True), (Kind.RETURNED, True), (Kind.PACKED, False), (Kind.LOST, False)]
-)
-def test_the_model_s_own_value(kind: Kind, is_exact: bool) -> None:
-    assert Value(kind=kind).is_exact is is_exact
-
-
-def test_a_form_is_made_once() -> None:
-    """Needs are keys: equal forms of one node are one."""
-    node = object()
-    forms = [Indexed(batch=0, seq=1, rank=3), Indexed(batch=0, seq=1, rank=3), Indexed(batch=1, seq=0, rank=3), "plain"]
-    assert len({Need(node, form) for form in forms}) == 3  # type: ignore[arg-type]

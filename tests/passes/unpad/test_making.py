@@ -64,14 +64,13 @@ class Making:
         found: Tensor = self.run(recipe.make(self.maker, (self.given,)))
         return found
 
-    def unpacked(self, batch: int, seq: int, rank: int) -> Tensor:
-        """The way back of a value whose rows and positions are at these axes."""
+    def unpacked(self, batch: int, seq: int, rank: int, number: float) -> Tensor:
+        """The way back of a value whose rows and positions are at these axes. number: at padding."""
         dims = list(fresh(shape_exprs(torch.empty([7] * rank))))
         dims[batch], dims[seq] = (self.batch,), (self.seq,)
         if batch == seq:
             dims[batch] = (self.batch, self.seq)
-        self.value = Value(kind=Kind.PACKED, dims=tuple(dims))
-        recipe = indexing.unpacked(self.maker.analysis, self.given)
+        recipe = indexing.unpacked(self.maker.analysis, self.given, tuple(dims), number)
         found: Tensor = self.run(recipe.make(self.maker, (self.given,)))
         return found
 
@@ -147,20 +146,21 @@ def test_elements_are_taken_at_real_tokens(shape: tuple[int, ...], batch: int, s
 
 
 @pytest.mark.parametrize(("batch", "seq", "rank"), [(0, 1, 3), (1, 0, 3), (0, 2, 3), (2, 1, 4), (0, 0, 2), (1, 1, 3)])
-def test_the_way_back_is_zero_at_padding(batch: int, seq: int, rank: int) -> None:
+@pytest.mark.parametrize("number", [0, -1.5])
+def test_the_way_back_is_a_number_at_padding(batch: int, seq: int, rank: int, number: float) -> None:
     sizes = [7] * rank
     sizes[batch], sizes[seq] = 1, FILLED
     whole = torch.randn(sizes)
     whole.narrow(seq, TOKENS, FILLED - TOKENS).fill_(torch.nan)
-    found, x = Making(whole).unpacked(batch, seq, rank), whole.narrow(seq, 0, TOKENS)
+    found, x = Making(whole).unpacked(batch, seq, rank, number), whole.narrow(seq, 0, TOKENS)
     sizes[seq] = TOKENS
     if batch == seq:
-        expected = torch.zeros(ROWS * LENGTH, *(n for i, n in enumerate(sizes) if i != batch))
+        expected = torch.full((ROWS * LENGTH, *(n for i, n in enumerate(sizes) if i != batch)), float(number))
         expected[REAL.flatten()] = x.movedim(batch, 0)
         assert torch.equal(found, expected.movedim(0, batch))
         return
     moved = x.movedim((batch, seq), (0, 1))[0]
-    expected = torch.zeros(ROWS, LENGTH, *moved.shape[1:])
+    expected = torch.full((ROWS, LENGTH, *moved.shape[1:]), float(number))
     expected[REAL] = moved
     assert torch.equal(found, expected.movedim((0, 1), (batch, seq)))
 
@@ -187,13 +187,10 @@ ASKED_SIZES_ROWS, POSITIONS = "rows", "positions"
 
 def _sizes(*numbers: int) -> list[torch.SymInt]:
     """Symbols, as dynamic sizes are."""
-    from torch._subclasses import FakeTensorMode
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv, StatelessSymbolicContext
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
     mode = FakeTensorMode(shape_env=ShapeEnv())
-    context: Any = StatelessSymbolicContext(
-        dynamic_sizes=[torch.fx.experimental.symbolic_shapes.DimDynamic.DYNAMIC] * len(numbers)
-    )
+    context: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * len(numbers))
     return list(mode.from_tensor(torch.empty(numbers), symbolic_context=context).shape)  # type: ignore[arg-type]
 
 
@@ -222,10 +219,10 @@ class Asked:
         return output.args[0]
 
 
-def _one(axis: int) -> Callable[..., fx.Node]:
+def _asked(name: str, argument: int | str, value: Callable[[list[torch.SymInt]], Any]) -> Callable[..., fx.Node]:
     def write(graph: fx.Graph, x: fx.Node, sizes: list[torch.SymInt]) -> fx.Node:
-        node = graph.call_method("size", (x, axis))
-        node.meta["example_value"] = sizes[axis]
+        node = graph.call_method(name, (x, argument))
+        node.meta["example_value"] = value(sizes)
         return graph.call_function(operator.mul, (node, 2))
 
     return write
@@ -233,13 +230,18 @@ def _one(axis: int) -> Callable[..., fx.Node]:
 
 @pytest.mark.parametrize(("axis", "name"), [(0, ASKED_SIZES_ROWS), (1, POSITIONS)])
 def test_a_size_is_that_of_the_batch(axis: int, name: str) -> None:
-    assert Asked(_one(axis)).given().args == (name, 2)
+    assert Asked(_asked("size", axis, lambda sizes: sizes[axis])).given().args == (name, 2)
 
 
-def test_a_size_that_the_mask_does_not_have_keeps_padding_in() -> None:
-    with pytest.raises(KeepsPadding) as caught:
-        Asked(_one(2)).given()
-    assert caught.value.reason.code is Code.PADDING_SIZES
+def test_what_is_no_size_of_the_mask_keeps_padding_in() -> None:
+    for asked, observed in (
+        (_asked("size", 2, lambda sizes: sizes[2]), "s"),
+        (_asked("getattr", "device", lambda _: torch.device("cpu")), "getattr"),
+    ):
+        with pytest.raises(KeepsPadding) as caught:
+            Asked(asked).given()
+        assert caught.value.reason.code is Code.PADDING_SIZES
+        assert observed in caught.value.reason.observed
 
 
 def test_all_sizes_are_taken_apart() -> None:
@@ -254,21 +256,9 @@ def test_all_sizes_are_taken_apart() -> None:
     assert whole == (ASKED_SIZES_ROWS, POSITIONS, 16)
 
 
-def test_what_is_no_size_keeps_padding_in() -> None:
-    def write(graph: fx.Graph, x: fx.Node, sizes: list[torch.SymInt]) -> Any:
-        node = graph.call_function(getattr, (x, "device"))
-        node.meta["example_value"] = torch.device("cpu")
-        return node
-
-    with pytest.raises(KeepsPadding) as caught:
-        Asked(write).given()
-    assert "nothing but sizes" in caught.value.reason.rule
-
-
 def test_what_is_asked_of_other_values_stays() -> None:
     def write(graph: fx.Graph, x: fx.Node, sizes: list[torch.SymInt]) -> Any:
-        other = graph.placeholder("other")
-        node = graph.call_method("size", (other, 0))
+        node = graph.call_method("size", (graph.placeholder("other"), 0))
         node.meta["example_value"] = sizes[0]
         return node
 

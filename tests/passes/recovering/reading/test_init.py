@@ -13,6 +13,7 @@ from tests.passes.recovering.reading.evaluating import evaluated, joined
 Tensor = torch.Tensor
 B, S, KEYS = 2, 5, 7
 LOWEST = torch.finfo(torch.float32).min
+RUNS = torch.tensor([[3, 1, 0, 2], [0, 5, 1, 1]])
 
 q_rows, k_columns = (lambda n=S: torch.arange(n)[:, None]), (lambda n=KEYS: torch.arange(n)[None, :])
 
@@ -58,6 +59,12 @@ POSITIONS: dict[str, Callable[[], Tensor]] = {
     "integers of a condition": lambda: (k_columns() <= q_rows()).int() + 1 == 2,
     "rsub": lambda: 1 - torch.ones(S, KEYS).tril(),
     "not equal": lambda: k_columns() - 1 != q_rows(),
+    "a difference of positions": lambda: torch.diff(torch.arange(KEYS) * 3)[None, :] + q_rows(),
+    "cumulative": lambda: torch.ones(KEYS, dtype=torch.int64).cumsum(0)[None, :] <= q_rows(),
+    "arange of a step": lambda: torch.arange(0, 2 * KEYS, 2)[None, :] <= torch.arange(3, S + 3)[:, None],
+    "cast around": lambda: (k_columns() <= q_rows()).float().to(torch.int64).bool(),
+    "a constant": lambda: torch.full((S, KEYS), 3.5),
+    "like another": lambda: torch.zeros_like(torch.ones(S, KEYS)).masked_fill(k_columns() >= 3, LOWEST),
 }
 
 
@@ -89,6 +96,17 @@ LOADS: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
     "an element": (lambda t: k_columns() <= q_rows() + t[1], (torch.tensor([1, 2]),)),
     "a comparison of floats": (lambda t: t[:, None] > t[None, :], (torch.tensor([0.5, float("nan"), 1.5]),)),
     "bools of floats": (lambda t: t.bool()[None, :], (torch.tensor([0.0, -0.5, 2.0]),)),
+    "running count": (lambda t: (t != 0).cumsum(-1), (torch.tensor([[1, 0, 1], [1, 1, 0]]),)),
+    "starts of documents": (
+        lambda t: torch.diff(t, prepend=t[:, :1], dim=-1) != 0,
+        (torch.tensor([[0, 0, 1, 2], [0, 1, 1, 1]]),),
+    ),
+    "a difference of differences": (lambda t: torch.diff(t, n=2) + 0, (RUNS,)),
+    "a difference appended to": (lambda t: torch.diff(t, append=t[:, :1]) + 0, (RUNS,)),
+    "a difference prepended with several": (lambda t: torch.diff(t, prepend=t[:, :2]) + 0, (RUNS,)),
+    "a difference of bytes that wrap": (lambda t: torch.diff(t.to(torch.uint8)) + 0, (RUNS,)),
+    "a sum of what is not constant": (lambda t: t.cumsum(0) + 0, (RUNS,)),
+    "a sum that wraps": (lambda t: torch.full_like(t, 100).cumsum(1, dtype=torch.int8) + 0, (RUNS,)),
     "opaque": (lambda t: t.sin().cos()[None, :] > 0, (torch.randn(4),)),
 }
 
@@ -99,3 +117,17 @@ def test_what_a_tensor_says_is_a_load(name: str) -> None:
     reading = evaluated(function, *inputs)
     assert reading.equal, reading.text
     assert reading.loads
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: (torch.arange(300)[:S, None] * 100).to(torch.uint8) <= torch.arange(S),
+        lambda: torch.full((S, S), LOWEST) * 2 > torch.arange(S),
+    ],
+    ids=["out of uint8's range", "out of float32's range"],
+)
+def test_numbers_that_a_dtype_does_not_hold_are_never_misread(make: Callable[[], Tensor]) -> None:
+    """Wrapping and overflow: either read right, or not looked into."""
+    reading = evaluated(lambda x: joined(make(), x), torch.zeros(()))
+    assert reading.equal, reading.text
