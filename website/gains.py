@@ -148,7 +148,8 @@ def summary(name: str) -> str:
     ratios = [float(row["ratio"]) for row in rows]
     optional = sum(not _OPTIONAL.isdisjoint(row["lowerings"].split()) for row in rows)
     mean = f"{statistics.geometric_mean(ratios):.2f}x over {len(rows)}{f' of {len(every)}' * (every != rows)} cases"
-    return f"geometric mean {mean}, slowest {min(ratios):.2f}x, optional kernels in {optional}"
+    kernels = f"optional kernels in {optional}" if optional else "no optional kernels"
+    return f"geometric mean {mean}, slowest {min(ratios):.2f}x, {kernels}"
 
 
 MODELS = {
