@@ -14,11 +14,7 @@ from attn_compiler.compiling import left_to_python, linear_attention
 from attn_compiler.options.options import Options, check_lowering_names, split_options
 from attn_compiler.reasons.errors import AttnCompilerError, CannotCompare
 from attn_compiler.reporting.report import Report, Reports
-from attn_compiler.torch_private import (
-    compat as torch_compat,
-    known_masks,
-    observe as torch_observe,
-)
+from attn_compiler.torch_private import compat as torch_compat, known_masks, observe as torch_observe
 
 if TYPE_CHECKING:
     from attn_compiler.passes import Rewritten

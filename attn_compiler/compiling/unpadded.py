@@ -14,7 +14,7 @@ from attn_compiler.compiling.attempts import StepFailed, step
 from attn_compiler.compiling.inner import Inner
 from attn_compiler.passes.unpad import facts, outcome, sharing
 from attn_compiler.passes.unpad.outcome import Packed
-from attn_compiler.passes.unpad.unpadding import PackedCode, Unpadded
+from attn_compiler.passes.unpad.unpadding import Batch, PackedCode, Unpadded
 from attn_compiler.torch_private import packed as torch_packed
 
 log = logging.getLogger(__name__)
@@ -74,14 +74,16 @@ def compile_unpadded(
             log.debug("%s: %s; it runs op by op", error.step, error.cause)
             return own.forward
 
-    before, read = _before(packed, inner)
     is_awaited = _is_launched(packed.fakes)
+    are_later = not is_awaited and not packed.windows
+    before, read = _before(packed, inner, are_later=are_later)
     # The times were measured with Inductor.
     is_weighed = inner.options.inner == "inductor" and not inner.options.verify and not is_awaited
     return Unpadded(
         first=code(gm, example_inputs, packed.inputs),
         again=again,
         before=before,
+        places=Batch.from_mask if are_later else lambda _, *places: Batch(*places),
         facts=packed.facts,
         original=original,
         steps=packed.steps,
@@ -92,12 +94,13 @@ def compile_unpadded(
     )
 
 
-def _before(packed: Packed, inner: Inner) -> tuple[Callable[..., Any], tuple[int, ...]]:
+def _before(packed: Packed, inner: Inner, *, are_later: bool) -> tuple[Callable[..., Any], tuple[int, ...]]:
     """Return the check of `Unpadded` before each call, and the indices of the inputs that it reads.
 
     On a GPU it is compiled: launches take the host longer than the kernel runs.
     """
-    module, read = facts.with_places(packed.before, packed.windows, needs_keys=sharing.FACTS[1] in packed.facts)
+    needs_keys = sharing.FACTS[1] in packed.facts
+    module, read = facts.with_places(packed.before, packed.windows, needs_keys=needs_keys, are_later=are_later)
     asked: Callable[..., Any] = module
     inputs = [packed.fakes[i] for i in read]
     if inner.options.inner == "inductor" and _is_launched(inputs):
@@ -108,7 +111,7 @@ def _before(packed: Packed, inner: Inner) -> tuple[Callable[..., Any], tuple[int
                 asked = unrecorded.compile_original(torch_packed.copied(module), inputs)
         except StepFailed as error:
             log.debug("%s: %s; it runs op by op", error.step, error.cause)
-    return lambda *args: asked(*(args[i] for i in read)), read
+    return torch.no_grad()(lambda *args: asked(*(args[i] for i in read))), read
 
 
 def _is_launched(inputs: Sequence[Any]) -> bool:

@@ -32,10 +32,7 @@ def _plainly() -> Iterator[None]:
     def track(value: Any, node: fx.Node, tracer: Any) -> None:
         torch_tracing.track(value, fx.Proxy(node, tracer), tracer)
 
-    with (
-        mock.patch.object(Fragments, "call", return_value=None),
-        mock.patch.object(torch_tracing, "track_node", track),
-    ):
+    with mock.patch.object(Fragments, "call", return_value=None), mock.patch.object(torch_tracing, "track_node", track):
         yield
 
 

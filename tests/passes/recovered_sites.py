@@ -171,11 +171,7 @@ def _recovered(gm: fx.GraphModule, graph: Mirror, matches: list[Match], inputs: 
     reader = reading.of(graph)
     return [
         Recovered(
-            match=match,
-            reader=reader,
-            meaning=meaning.of(graph, match, reader),
-            values=interpreter,
-            symbols=symbols,
+            match=match, reader=reader, meaning=meaning.of(graph, match, reader), values=interpreter, symbols=symbols
         )
         for match in matches
     ]

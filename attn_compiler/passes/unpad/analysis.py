@@ -35,7 +35,8 @@ SDPA = aten.scaled_dot_product_attention.default
 
 
 class Analysis:
-    """The forms of every value. batch, seq: the atoms of rows and positions. facts: by the mirror node that rests on it.
+    """The forms of every value. batch, seq: the atoms of rows and positions; one atom if there is one row, whose axis any other axis of
+    size one could be. sizes: of the mask. facts: by the mirror node that rests on it.
 
     is_shared: each position has a token that stands for it, in place of padding.
     """
@@ -48,13 +49,14 @@ class Analysis:
             raise KeepsPadding(
                 Code.PADDING_MASK, "the mask has an axis of rows and one of positions", f"shape {tuple(shape)}"
             )
-        if axes.ONE in shape:
-            raise KeepsPadding(
-                Code.PADDING_MASK, "a batch has more than one row and more than one position", f"the mask is {shape}"
-            )
+        if shape[1] == axes.ONE:
+            raise KeepsPadding(Code.PADDING_MASK, "a batch has more than one position", f"the mask is {shape}")
         self.mirror = mirror
         self.padding = padding
-        self.batch, self.seq = Atom(shape[0]), Atom(shape[1])
+        self.sizes = shape
+        self.seq = Atom(shape[1])
+        self.batch = self.seq if shape[0] == axes.ONE else Atom(shape[0])
+        self.atoms = tuple(dict.fromkeys((self.batch, self.seq)))
         self.facts: dict[fx.Node, RuntimeFact] = {}
         self._pairs = {site.match.anchor: own for site, own in pairs.items()}
         self._values: dict[fx.Node, Value] = {}
@@ -109,7 +111,7 @@ class Analysis:
         """Describe an input. One of (rows, positions, ...) may be seen as one of positions: that claims nothing."""
         dims = forms.fresh(node)
         if self._is_of_positions(node, dims):
-            dims = ((self.batch,), (self.seq,), *dims[2:])
+            dims = (*self._of_mask_dims(), *dims[2:])
         return Value(kind=Kind.ORIGINAL, dims=dims, packed=self.taken(node, dims), at_padding=self._of_mask(node))
 
     def _of_mask(self, node: fx.Node) -> bool | int | None:
@@ -126,8 +128,12 @@ class Analysis:
         example = None if dynamo is None else dynamo.meta.get("example_value")
         if len(dims) < 2 or isinstance(example, torch.nn.Parameter):
             return False
-        pairs = zip(dims, (self.batch, self.seq), strict=False)
-        return all(axes.same_size(axes.dim_size(dim), atom.size) for dim, atom in pairs)
+        pairs = zip(dims, self._of_mask_dims(), strict=False)
+        return all(axes.same_size(axes.dim_size(dim), axes.dim_size(own)) for dim, own in pairs)
+
+    def _of_mask_dims(self) -> Dims:
+        """Return the axes of the mask."""
+        return ((), (self.seq,)) if self.batch is self.seq else ((self.batch,), (self.seq,))
 
     def taken(self, node: fx.Node, dims: Dims) -> FormRecipe | None:
         """Return the recipe that indexes a plain value at the real tokens."""
@@ -141,7 +147,7 @@ class Analysis:
         return None
 
     def _plain(self, node: fx.Node, given: list[Value]) -> Value:
-        dims = ((self.batch,), (self.seq,)) if node is self.padding.tensor.node else forms.fresh(node)
+        dims = self._of_mask_dims() if node is self.padding.tensor.node else forms.fresh(node)
         number = rules.of_constant(self.mirror, node)
         return self._of_kind(node, given, Value(kind=Kind.ORIGINAL, dims=dims, at_padding=number))
 
@@ -187,12 +193,13 @@ class Analysis:
         dims = list(forms.fresh(node))
         likely = next((v.dims for v in map(self.value, node.all_input_nodes) if forms.has_both(self, v.dims)), ())
         found = []
-        for atom in (self.batch, self.seq):
+        for atom in self.atoms:
             sized = [i for i, dim in enumerate(dims) if axes.same_size(axes.dim_size(dim), atom.size)]
             as_before = [i for i in sized if len(likely) == len(dims) and atom in axes.resolve(likely[i])]
             found.append(as_before or sized)
-        if len(dims) > 2 and [len(x) for x in found] == [1, 1] and found[0] != found[1]:
-            dims[found[0][0]], dims[found[1][0]] = (self.batch,), (self.seq,)
+        if len(dims) > 2 and all(len(x) == 1 for x in found) and len({x[0] for x in found}) == len(found):
+            for atom, (i,) in zip(self.atoms, found, strict=True):
+                dims[i] = (atom,)
         return tuple(dims)
 
     def _attention(self, node: fx.Node) -> Value:
@@ -207,9 +214,8 @@ class Analysis:
         operands = [x for x in node.args[:3] if isinstance(x, fx.Node)]
         for x in operands:
             value = self.value(x)
-            by_rows, by_positions = (value.dims[0], value.dims[2]) if len(value.dims) == 4 else ((), ())
-            found = list(axes.resolve(by_rows)), list(axes.resolve(by_positions))
-            if value.packed is None or found != ([self.batch], [self.seq]):
+            found = [forms.tags(self, value.dims[i]) for i in (0, 2)] if len(value.dims) == 4 else []
+            if value.packed is None or found != [forms.tags(self, dim) for dim in self._of_mask_dims()]:
                 rule = "q, k and v are (rows, heads, positions, head dim) of the tokens that the mask is of"
                 why = KeepsPadding(Code.PADDING_TOKENS, rule, f"not {x.name}: a cache, or other tokens", at=node)
                 return Value(kind=Kind.LOST, lost=why)

@@ -62,16 +62,19 @@ def _one_position(context: Context, node: fx.Node) -> Exit | None:
     rows, positions = places(value.dims, context.batch), places(value.dims, context.seq)
     length = context.seq.size
     is_last = index == -1 or (length.is_Integer and index == int(length) - 1)
-    if value.packed is None or at != set(positions) or rows == positions or not (index == 0 or is_last):
+    is_one_row = context.batch is context.seq
+    if value.packed is None or at != set(positions) or (rows == positions) != is_one_row or not (index == 0 or is_last):
         return None
     forms.require_alone(context, node, value.dims, (rows[0], positions[0]))
     i, j = rows[0], positions[0]
 
     def make(maker: Any, given: tuple[fx.Node, ...]) -> fx.Node:
-        tokens = maker.call(aten.squeeze.dim, given[0], i)
+        tokens = given[0] if is_one_row else maker.call(aten.squeeze.dim, given[0], i)
         place = maker.row_ends if is_last else maker.row_starts
         axis = j - (i < j)
         picked = maker.call(aten.index_select.default, tokens, axis, place())
+        if is_one_row:
+            return maker.call(aten.squeeze.dim, picked, j)  # type: ignore[no-any-return]
         back = i - (j < i)
         made: fx.Node = picked if axis == back else maker.call(aten.movedim.int, picked, axis, back)
         return made

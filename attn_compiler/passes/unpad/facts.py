@@ -91,13 +91,14 @@ def _by_token(graph: fx.Graph, x: fx.Node, real: fx.Node, rows: int, positions: 
 
 
 def with_places(
-    asked: fx.GraphModule, windows: Sequence[int | None] = (), *, needs_keys: bool = False
+    asked: fx.GraphModule, windows: Sequence[int | None] = (), *, needs_keys: bool = False, are_later: bool = False
 ) -> tuple[fx.GraphModule, tuple[int, ...]]:
     """Make a module that tells what `graph` tells, and where tokens are, as the host wants it.
 
     Returns the module and the indices of its inputs, all of which it reads, among those of the model's graph. The module returns int64,
-    the number of packed tokens and then 1 for each fact that holds; then the tensors of `Batch`. windows: of attentions in which rows share
-    tokens. They add `sharing.FACTS`, the second if keys are needed, and then the number of groups.
+    the number of packed tokens and then 1 for each fact that holds; bool (B, S), which tokens are packed; then the tensors of `Batch`.
+    windows: of attentions in which rows share tokens. They add `sharing.FACTS`, the second if keys are needed, and then the number of
+    groups. are_later: in place of `Batch`, the module returns what else `Batch.from_mask` takes.
     """
     new = torch_compat.copied_graph(asked.graph)
     output: Any = new.output_node()
@@ -108,13 +109,16 @@ def with_places(
             found = new.call_function(_shared_places_of, (real, compared, tuple(windows)))
             of_batch = [0, 1, 2] if needs_keys else [0, 2]
             holds = (*holds, *(new.call_function(operator.getitem, (found, size + i)) for i in of_batch))
-        else:
+        elif not are_later:
             found = new.call_function(_places_of, (packed, real))
-        places = [new.call_function(operator.getitem, (found, i)) for i in range(size)]
-        starts = places[[field.name for field in fields(Batch)].index("starts")]
-        number = new.call_function(torch.select, (starts, 0, -1))
+        if are_later and not windows:
+            places, number = [real], new.call_function(torch.sum, (packed,))
+        else:
+            places = [new.call_function(operator.getitem, (found, i)) for i in range(size)]
+            starts = places[[field.name for field in fields(Batch)].index("starts")]
+            number = new.call_function(torch.select, (starts, 0, -1))
         told = new.call_function(torch.stack, ([number, *(new.call_method("to", (x, torch.int64)) for x in holds)],))
-    output.args = ((told, *places),)
+    output.args = ((told, packed, *places),)
     read = []
     for i, node in enumerate(list(new.find_nodes(op="placeholder"))):
         if node.users:

@@ -119,7 +119,7 @@ def places(dims: Dims, atom: Atom) -> list[int]:
 
 
 class Context(Protocol):
-    """The analysis as rules see it. batch, seq: the atoms of rows and of positions."""
+    """The analysis as rules see it. batch, seq: the atoms of rows and of positions; one atom if there is one row."""
 
     mirror: Mirror
     batch: Atom
@@ -202,5 +202,6 @@ def require_alone(context: Context, node: fx.Node, dims: Dims, at: Sequence[int]
         if any(atom not in (context.batch, context.seq) and atom.size != axes.ONE for atom in axes.resolve(dims[i])):
             raise refused(node, "rows or positions share an axis with something else")
     i, j = at
-    if i == j and [a for a in axes.resolve(dims[i]) if a.size != axes.ONE] != [context.batch, context.seq]:
+    both = list(dict.fromkeys((context.batch, context.seq)))
+    if i == j and [a for a in axes.resolve(dims[i]) if a.size != axes.ONE] != both:
         raise refused(node, "positions come before rows in one axis")

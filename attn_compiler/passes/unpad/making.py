@@ -272,7 +272,7 @@ class Maker:
 
     def whole_size(self, axis: int) -> int | fx.Node:
         """Return the number of rows (0) or positions (1) of the padded batch."""
-        size = (self.analysis.batch, self.analysis.seq)[axis].size
+        size = self.analysis.sizes[axis]
         if size.is_Integer:
             return int(size)
         source = self._plain(self.analysis.padding.tensor.node).make(self, ())

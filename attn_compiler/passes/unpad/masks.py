@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from attn_compiler import index_expr as ix
-from attn_compiler.index_expr import Expr, Index, Load, Size
+from attn_compiler.index_expr import Const, Expr, Index, Load, Size
 from attn_compiler.passes.graph.mutation import Version
 from attn_compiler.passes.graph.site import Site
 from attn_compiler.passes.unpad import scores
@@ -16,7 +16,7 @@ from attn_compiler.passes.unpad.forms import KeepsPadding
 from attn_compiler.passes.unpad.scores import PackedScores
 from attn_compiler.reasons.codes import Code
 from attn_compiler.spec import masks
-from attn_compiler.spec.attention import AttentionSpec
+from attn_compiler.spec.attention import AttentionSpec, Dim
 from attn_compiler.spec.masks import Causal, KeyPadding, MaskKind, SlidingWindow
 
 _RULE = "all attentions leave out the same keys as padding, and nothing else but by position"
@@ -112,15 +112,16 @@ def _masks(site: Site, spec: AttentionSpec, absent: Padding | None) -> tuple[Pad
         return absent, _band(site, list(kinds))
     if len(pads) != 1:
         raise _refused(site, f"the mask is {spec.mask.words}", "pass attention_mask" if not pads else None)
-    return _padding(site, pads[0]), _band(site, [kind for kind in kinds if kind is not pads[0]])
+    return _padding(site, pads[0], spec.batch), _band(site, [kind for kind in kinds if kind is not pads[0]])
 
 
-def _padding(site: Site, kind: KeyPadding) -> Padding:
+def _padding(site: Site, kind: KeyPadding, batch: Dim) -> Padding:
     load, negated = ix.nonzero(kind.condition)
     is_asked = not isinstance(load, Load)
+    place = (Const(0) if batch == 1 else Index("b"), Index("k"))
     if is_asked:
-        load, negated = _of_zero_or_one(kind.condition)
-    if not isinstance(load, Load) or load.at != (Index("b"), Index("k")):
+        load, negated = _of_zero_or_one(kind.condition, place)
+    if not isinstance(load, Load) or load.at != place:
         raise _refused(site, f"padding is {kind.words}", "mask padding by one tensor over (batch row, position)")
     version = site.loads[load.tensor]
     if version.since is not None or version.until is not None:
@@ -128,9 +129,9 @@ def _padding(site: Site, kind: KeyPadding) -> Padding:
     return Padding(tensor=version, negated=negated, is_asked=is_asked)
 
 
-def _of_zero_or_one(condition: Expr) -> tuple[Expr, bool]:
-    """Read a condition as `ix.nonzero`, if its one element is 0 or 1. A condition on more is returned itself."""
-    elements = {x for x in ix.loads(condition) if x.at == (Index("b"), Index("k"))}
+def _of_zero_or_one(condition: Expr, place: tuple[Expr, Expr]) -> tuple[Expr, bool]:
+    """Read a condition as `ix.nonzero`, if its one element, at `place`, is 0 or 1. A condition on more is returned itself."""
+    elements = {x for x in ix.loads(condition) if x.at == place}
     found = ix.ordered(condition, lambda x: () if x in elements else ix.parts(x))
     others = [x for x in found if isinstance(x, (Index, Size, Load)) and x not in elements]
     if len(elements) != 1 or others:

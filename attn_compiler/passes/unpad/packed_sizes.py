@@ -44,10 +44,10 @@ def _number(maker: Maker, size: int | torch.SymInt) -> Number:
     expr = axes.size_expr(size)
     if expr.is_Integer:
         return int(expr)
-    for axis, atom in enumerate((maker.analysis.batch, maker.analysis.seq)):
-        if axes.same_size(expr, atom.size):
+    for axis, own in enumerate(maker.analysis.sizes):
+        if axes.same_size(expr, own):
             return maker.whole_size(axis)
-    if axes.same_size(expr, maker.analysis.batch.size * maker.analysis.seq.size):
+    if axes.same_size(expr, axes.product(maker.analysis.sizes)):
         return maker.whole_number()
     raise KeepsPadding(Code.PADDING_SIZES, "sizes besides those of the batch are known", str(expr))
 

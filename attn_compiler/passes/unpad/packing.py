@@ -267,8 +267,8 @@ def _no_padding(mirror: Mirror, found: FoundSites) -> Padding:
 
 
 def _most(analysis: Analysis) -> int | None:
-    sizes = [atom.size for atom in (analysis.batch, analysis.seq)]
-    return int(sizes[0]) * int(sizes[1]) if all(size.is_Integer for size in sizes) else None
+    rows, positions = analysis.sizes
+    return int(rows) * int(positions) if rows.is_Integer and positions.is_Integer else None
 
 
 def _roots(unit: Unit, found: FoundSites, maker: Maker) -> tuple[list[Need], dict[fx.Node, Need]]:

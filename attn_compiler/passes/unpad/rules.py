@@ -196,11 +196,7 @@ def packed_result(context: Context, node: fx.Node) -> Value:
     if node.target not in axis_rules.RULES and draws(node):
         # The model reads numbers of all positions, which would differ from numbers drawn for real tokens alone.
         raise KeepsPadding(
-            Code.PADDING_DRAWN,
-            _ONCE,
-            f"{node.target} draws them for padding, too",
-            at=node,
-            remedy=_REMEDY,
+            Code.PADDING_DRAWN, _ONCE, f"{node.target} draws them for padding, too", at=node, remedy=_REMEDY
         )
     if node.target is linear_call:
         raise refused(node, "the state of linear attention sums up positions, and decays at padding, too")

@@ -43,6 +43,8 @@ class SharedAnalysis(Analysis):
         self._asked: set[Need] = set()
         self._tells: dict[Need, frozenset[Need] | None] = {}
         super().__init__(mirror, padding, pairs)
+        if self.batch is self.seq:
+            raise KeepsPadding(Code.PADDING_MASK, "a batch has more than one row", f"the mask is {self.sizes}")
 
     def _seen(self, node: fx.Node) -> Value:
         is_drawn = node.op == "call_function" and rules.draws(node)

@@ -153,7 +153,8 @@ class Unpadded:
     """A compiled graph without padding, with the padded graph beside.
 
     first: the packed graph's code. again: compiles the packed graph for a number of tokens that no code serves; None if it can't. before:
-    returns int64, the number of tokens and then 1 for each fact that holds, and the tensors of `Batch`. facts: the names of these facts.
+    returns int64, the number of tokens and then 1 for each fact that holds, bool (B, S), the tokens, and what `places` takes besides these
+    to make a `Batch`, which is made only for batches that are packed. facts: the names of these facts.
     original: compiles the padded graph. work: of a call; None: batches are packed however little that saves. sizes: the part of a call's
     inputs that its numbers of rows and positions depend on. has_steps: numbers of tokens are rounded up with padding, so that few occur.
     are_awaited: the host has to wait for the results of `before`, as on a GPU.
@@ -165,6 +166,7 @@ class Unpadded:
         first: PackedCode,
         again: Callable[[int], PackedCode | None],
         before: CompiledFn,
+        places: Callable[..., Batch],
         facts: Sequence[str],
         original: Callable[[], CompiledFn],
         steps: Steps,
@@ -175,7 +177,7 @@ class Unpadded:
     ) -> None:
         self._codes = [first]
         self._again: Callable[[int], PackedCode | None] | None = again
-        self._before = before
+        self._before, self._places = before, places
         self._facts = tuple(facts)
         self._compile_original = original
         self._original: CompiledFn | None = None
@@ -200,10 +202,10 @@ class Unpadded:
             return self.original(*args)
         if self._batches.are_better_padded():
             return self._unawaited(*args)
-        # The tokens' places are computed before the wait: the device is idle from then until the packed graph runs.
-        told, whole = self._ask(*args)
-        step = self._weighed(self._read(told.tolist(), len(whole.tokens)), whole, sizes)
-        length = self._length(step.number, len(whole.tokens))
+        # On a GPU, the tokens' places are computed before the wait: the device is idle from then until the packed graph runs.
+        told, tokens, *found = self._before(*args)
+        step = self._weighed(self._read(told.tolist(), tokens.numel()), len(tokens), sizes)
+        length = self._length(step.number, step.positions)
         # In the caller's grad mode, which decides on the compiled code.
         code = None if step.failed else self._code(length, args)
         if code is None and not step.failed:
@@ -211,20 +213,15 @@ class Unpadded:
         self._batches.add(step)
         if code is None:
             return self.original(*args)
-        return code.run(*args, length, *whole.first(length).inputs)
+        return code.run(*args, length, *self._places(tokens, *found).first(length).inputs)
 
     def _unawaited(self, *args: Any) -> Any:
         """Run the padded graph, and ask for the batch's numbers while it runs, to predict later ones."""
         given = self.original(*args)
         if not self._batches.are_enough_under_way:
-            told, whole = self._ask(*args)
-            self._batches.send(told, len(whole.tokens))
+            told, tokens, *_ = self._before(*args)
+            self._batches.send(told, tokens.numel())
         return given
-
-    def _ask(self, *args: Any) -> tuple[torch.Tensor, Batch]:
-        with torch.no_grad():
-            told, *places = self._before(*args)
-        return told, Batch(*places)
 
     def _length(self, number: int, positions: int) -> int:
         """Return the length of the packed graph's inputs, for so many tokens of so many positions."""
@@ -239,14 +236,13 @@ class Unpadded:
             failed = (*failed, f"{LEAST_TOKENS} tokens are real")
         return UnpaddedStep(number=number, positions=positions, groups=groups, failed=failed)
 
-    def _weighed(self, step: UnpaddedStep, batch: Batch, sizes: Hashable) -> UnpaddedStep:
+    def _weighed(self, step: UnpaddedStep, rows: int, sizes: Hashable) -> UnpaddedStep:
         """Return the step, failed where packing is no faster. Batches of sizes that never gain are not asked again."""
         if self._work is None or step.failed:
             return step
-        positions, rows = len(batch.tokens), len(batch.starts) - 1
-        if self._work.is_saved(step.number, positions, rows):
+        if self._work.is_saved(step.number, step.positions, rows):
             return step
-        if not self._work.is_saved(LEAST_TOKENS, positions, rows) and len(self._too_small) < MOST_SIZES:
+        if not self._work.is_saved(LEAST_TOKENS, step.positions, rows) and len(self._too_small) < MOST_SIZES:
             self._too_small.add(sizes)
         return dataclasses.replace(step, failed=(LITTLE_SAVED,))
 

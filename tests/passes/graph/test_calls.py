@@ -44,9 +44,7 @@ def _node(call: Callable[[fx.Graph, fx.Node], fx.Node]) -> fx.Node:
 
 
 @pytest.mark.parametrize(
-    ("args", "kwargs"),
-    [((-2,), {}), ((), {"dim": -2}), ((), {"axis": -2})],
-    ids=["position", "name", "NumPy's name"],
+    ("args", "kwargs"), [((-2,), {}), ((), {"dim": -2}), ((), {"axis": -2})], ids=["position", "name", "NumPy's name"]
 )
 def test_arguments_are_found_as_they_are_given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     node = _node(lambda graph, x: graph.call_method("softmax", (x, *args), {**kwargs, "dtype": torch.float32}))

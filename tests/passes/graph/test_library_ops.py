@@ -84,10 +84,7 @@ def test_defaults_are_filled_in() -> None:
 
 @pytest.mark.parametrize(
     ("more", "named", "why"),
-    [
-        ((*SETTINGS, 1), {}, "those of another overload"),
-        (SETTINGS, {"sink": None}, "those of another overload"),
-    ],
+    [((*SETTINGS, 1), {}, "those of another overload"), (SETTINGS, {"sink": None}, "those of another overload")],
 )
 def test_arguments_of_another_version_are_not_guessed(
     more: tuple[object, ...], named: dict[str, object], why: str

@@ -170,11 +170,7 @@ Model = Callable[[Tensor, Tensor, Tensor], Any]
 
 def _made_for(model: Model) -> set[str] | None:
     """Names of the Dynamo nodes that are made for the attention, from the projection on."""
-    given = (
-        torch.randn(SOLE_B, SOLE_H, 1, SOLE_D),
-        torch.randn(SOLE_B, SOLE_H, SOLE_S, 6),
-        torch.randn(SOLE_D, 6),
-    )
+    given = (torch.randn(SOLE_B, SOLE_H, 1, SOLE_D), torch.randn(SOLE_B, SOLE_H, SOLE_S, 6), torch.randn(SOLE_D, 6))
     mirror, match = matched(model, *given)
     projections = [node for node in mirror.graph.nodes if node.target is torch.ops.aten.linear.default]
     found = sole_reader.made_for(mirror, match, projections)

@@ -58,11 +58,7 @@ def with_no_dropout(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def over_lines(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(
-        q * 2,
-        k,
-        v,
-    )
+    return F.scaled_dot_product_attention(q * 2, k, v)
 
 
 def its_own_values(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -78,11 +78,7 @@ def halved(s: Tensor) -> Tensor:
     [
         (lambda q, s: weigh(s.clamp(-5, 5)) @ q, Code.BEFORE_SOFTMAX, "aten.clamp.default (clamp)"),
         (lambda q, s: ((w := weigh(s)) * (w > 0.01)) @ q, Code.AXES, "another mask than that of the scores"),
-        (
-            lambda q, s: ((e := s.exp()) / e.sum(-1, keepdim=True) @ q, e),
-            Code.WRITTEN_BY_HAND,
-            "read elsewhere, too",
-        ),
+        (lambda q, s: ((e := s.exp()) / e.sum(-1, keepdim=True) @ q, e), Code.WRITTEN_BY_HAND, "read elsewhere, too"),
         (lambda q, s: halved(s) @ q, Code.GRADIENT_STOPPED, "div stops it"),
         (lambda q, s: less(s, q[..., :1]) @ q, Code.WRITTEN_BY_HAND, "whose gradient is zeros"),
     ],

@@ -118,10 +118,7 @@ NAMED: dict[str, tuple[Expr, list[MaskKind]]] = {
         either(CAUSAL, both(ix.compare("==", at_query(IDS), IDS), ix.compare(">=", IDS, ix.ZERO))),
         [
             AnyOf(
-                alternatives=(
-                    (Causal(),),
-                    (KeyPadding(condition=ix.compare(">=", IDS, ix.ZERO)), Document(of_key=IDS)),
-                )
+                alternatives=((Causal(),), (KeyPadding(condition=ix.compare(">=", IDS, ix.ZERO)), Document(of_key=IDS)))
             )
         ],
     ),

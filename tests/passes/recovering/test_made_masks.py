@@ -92,17 +92,11 @@ MADE: dict[str, tuple[Callable[[int], Tensor], str]] = {
     "diag_embed": (lambda n: torch.diag_embed(torch.ones(n)).bool() | _ones(n).tril(-1), CAUSAL),
     "diag": (lambda n: torch.diag(torch.ones(n)).bool() | _ones(n).tril(-1), CAUSAL),
     "fill_diagonal_": (lambda n: _ones(n).tril(-1).fill_diagonal_(True), CAUSAL),
-    "minimum, maximum": (
-        lambda n: ~torch.maximum(torch.minimum(_ones(n).triu(1), _ones(n)), _ones(n).triu(2)),
-        CAUSAL,
-    ),
+    "minimum, maximum": (lambda n: ~torch.maximum(torch.minimum(_ones(n).triu(1), _ones(n)), _ones(n).triu(2)), CAUSAL),
     "cumsum of ones": (lambda n: torch.ones(n, n).cumsum(0) >= torch.ones(n, n).cumsum(1), CAUSAL),
     "written at triu_indices": (lambda n: _written(n, *torch.triu_indices(n, n, 1)), CAUSAL),
     "written at tril_indices": (lambda n: ~_written(n, *torch.tril_indices(n, n)), CAUSAL),
-    "written at places": (
-        lambda n: _written(n, torch.arange(n - 1), torch.arange(n - 1) + 1),
-        "k ≠ q + 1",
-    ),
+    "written at places": (lambda n: _written(n, torch.arange(n - 1), torch.arange(n - 1) + 1), "k ≠ q + 1"),
     "written by truth values": (lambda n: _filled(n, _ones(n).triu(1)), CAUSAL),
     "written at a grid": (
         lambda n: (

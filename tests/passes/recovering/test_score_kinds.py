@@ -91,10 +91,7 @@ ALIBI: dict[str, tuple[MADE, str]] = {
         lambda q, k, s: _bloom_slopes(3)[:2, None, None] * columns(k) + 0 * s[0],
         "ALiBi slopes(h) · k",
     ),
-    "sliced from the longest": (
-        lambda q, k, s: _mpt(H, 16)[:, :, max(0, 16 - k.shape[2]) :] + 0 * s[0],
-        "",
-    ),
+    "sliced from the longest": (lambda q, k, s: _mpt(H, 16)[:, :, max(0, 16 - k.shape[2]) :] + 0 * s[0], ""),
 }
 
 
@@ -351,10 +348,7 @@ NO_ALIBI: dict[str, tuple[MADE, tuple[Tensor, ...]]] = {
     "slopes of queries": (lambda q, k, s: s[:, :, None] * apart(q, k), (torch.randn(H, S),)),
     "one slope for all heads": (lambda q, k, s: s * apart(q, k), (torch.tensor(0.5),)),
     "squares": (lambda q, k, s: s[:, None, None] * (apart(q, k) * apart(q, k)), (SLOPES,)),
-    "positions of heads": (
-        lambda q, k, s: s[:, None, None] * (columns(k) + torch.arange(H)[:, None, None]),
-        (SLOPES,),
-    ),
+    "positions of heads": (lambda q, k, s: s[:, None, None] * (columns(k) + torch.arange(H)[:, None, None]), (SLOPES,)),
     "but for one pair": (
         lambda q, k, s: torch.where((rows(q) == 1) & (columns(k) == 2), 0.0, s[:, None, None] * apart(q, k)),
         (SLOPES,),

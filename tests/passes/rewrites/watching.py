@@ -60,10 +60,7 @@ def watched() -> Iterator[list[Seen]]:
         )
         return rewritten
 
-    with (
-        mock.patch.object(passes, "rewrite", watching),
-        mock.patch.object(running, "call", noting),
-    ):
+    with mock.patch.object(passes, "rewrite", watching), mock.patch.object(running, "call", noting):
         yield found
 
 

@@ -57,11 +57,14 @@ def test_what_is_asked_takes_what_it_reads() -> None:
 
     module, read = facts.with_places(fx.symbolic_trace(asked))
     assert read == (1,)
-    told, tokens, _, _, _, _, starts = module(MASK)
+    told, packed, tokens, _, _, _, _, starts = module(MASK)
     assert told.dtype == torch.int64
+    assert packed.tolist() == MASK.bool().tolist()
     assert told.tolist() == [21, 0, 1]
     assert starts.tolist() == [0, 4, 14, 21]
     assert tokens[:5].tolist() == [0, 1, 2, 3, 10]
+    later, _ = facts.with_places(fx.symbolic_trace(asked), are_later=True)
+    assert [x if x is None else x.tolist() for x in later(MASK)] == [told.tolist(), packed.tolist(), None]
 
 
 # In which form an operand meets packed ones, and how an op is called on forms.

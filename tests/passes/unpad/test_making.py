@@ -42,7 +42,10 @@ class Making:
         source = self._given(fx.Graph(), "x", x)
         mirror: Any = SimpleNamespace(graph=fx.Graph())
         self.batch, self.seq = Atom(size_expr(ROWS)), Atom(size_expr(LENGTH))
-        analysis: Any = SimpleNamespace(mirror=mirror, batch=self.batch, seq=self.seq, value=lambda node: self.value)
+        sizes = (self.batch.size, self.seq.size)
+        analysis: Any = SimpleNamespace(
+            mirror=mirror, batch=self.batch, seq=self.seq, sizes=sizes, value=lambda node: self.value
+        )
         self.given = nodes.pop("x")
         self.maker = Maker(
             analysis=analysis, graph=graph, copies={source: self.given}, mode=self.mode, given=Tokens(**nodes)
@@ -208,7 +211,7 @@ class Asked:
             graph=self.rewritten,
             copies=copies,
             kind_of=lambda node: Kind.PACKED if node is x else None,
-            analysis=SimpleNamespace(batch=Atom(size_expr(sizes[0])), seq=Atom(size_expr(sizes[1]))),
+            analysis=SimpleNamespace(sizes=tuple(map(size_expr, sizes[:2]))),
             whole_size=lambda axis: (ASKED_SIZES_ROWS, POSITIONS)[axis],
             drop=lambda node: None,
         )

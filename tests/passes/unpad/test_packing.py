@@ -313,19 +313,47 @@ def test_models_whose_masks_are_no_padding_keep_it_in() -> None:
         torch.testing.assert_close(out, model(ids_of(MASK), MASK))
 
 
-def test_a_batch_of_one_row_keeps_its_padding() -> None:
-    mask = mask_of(4)
-    model = Encoder()
-    torch.testing.assert_close(compiled(model)(ids_of(mask), mask), model(ids_of(mask), mask))
+def _between_axes_of_one(x: torch.Tensor) -> torch.Tensor:
+    """Any of these axes could be that of the one row."""
+    places = torch.linspace(0.5, 1.0, x.shape[1])
+    x = (x.squeeze(0) * places[:, None])[None, None].transpose(0, 1).squeeze(1)
+    return (x.transpose(0, 1) + 0.1 * places[:, None, None]).movedim(1, 0)
+
+
+@pytest.mark.parametrize(("dynamic", "left"), [(False, False), (True, True)])
+@pytest.mark.parametrize("kind", [Encoder, Decoder, Windowed])
+def test_a_batch_of_one_row_leaves_padding_out(kind: type[Encoder], left: bool, dynamic: bool) -> None:
+    mask = mask_of(4, left=left)
+    for ending in (None, masked_mean, last if left else first, loss, weighed_loss):
+        model = kind(between=_between_axes_of_one, ending=ending)
+        further = {"labels": labels_of(mask)} if ending in (loss, weighed_loss) else {}
+        steps = check(model, mask, compiled(model, dynamic=dynamic), **further).steps
+        assert steps is not None
+        assert [(step.number, step.failed) for step in steps.last] == [(4, ())]
+
+
+def test_a_batch_of_one_row_is_zero_at_padding_packed_or_not() -> None:
+    model = Encoder(ending=lambda x, mask: (x, x[:, 0])).eval()
+    function = compiled(model)
+    for mask in (mask_of(4), mask_of(4, left=True)):
+        out, _ = function(ids_of(mask), mask)
+        assert torch.equal(out, out * mask[..., None])
+        torch.testing.assert_close(out, on_real_tokens(model(ids_of(mask), mask)[0], mask), atol=2e-6, rtol=1e-5)
+    steps = report().steps
+    assert steps is not None
+    assert [bool(step.failed) for step in steps.last] == [False, True]
+
+
+def test_one_row_of_padding_for_several_rows_keeps_it_in() -> None:
+    model = Encoder().eval()
+    mask, ids = mask_of(4), ids_of(MASK)
+    out = compiled(model)(ids, mask)
     assert report().kept is not None
+    torch.testing.assert_close(out, model(ids, mask))
 
 
 def test_attention_dropout_keeps_padding_in_on_a_cpu() -> None:
-    class Dropping(Encoder):
-        def allowed(self, mask: torch.Tensor) -> torch.Tensor:
-            return super().allowed(mask)
-
-    model = Dropping()
+    model = Encoder()
     for layer in model.layers:
         layer.between = lambda x: F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], dropout_p=0.5)[
             :, 0

@@ -46,12 +46,13 @@ def unpadded(
         return code(number)
 
     def before(real: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return torch.stack((real.sum(), torch.tensor(int(fact)))), *Batch.from_mask(real).inputs
+        return torch.stack((real.sum(), torch.tensor(int(fact)))), real
 
     return Unpadded(
         first=code(most),
         again=again,
         before=before,
+        places=Batch.from_mask,
         facts=("it holds",),
         original=lambda: lambda *args: ("original", len(args)),
         steps=steps,

@@ -12,17 +12,7 @@ from torch import nn
 
 from attn_compiler.compiling import unpadded
 from attn_compiler.passes.unpad import batches_before
-from tests.passes.unpad.encoder import (
-    LENGTH,
-    MASK,
-    WIDTH,
-    Decoder,
-    Encoder,
-    compiled,
-    ids_of,
-    mask_of,
-    report,
-)
+from tests.passes.unpad.encoder import LENGTH, MASK, WIDTH, Decoder, Encoder, compiled, ids_of, mask_of, report
 
 FULL = mask_of(LENGTH, LENGTH, LENGTH)
 HOLE = torch.tensor([[1, 1, 0, 1, 1, 1, 1, 1, 1, 1]] * 3)

@@ -190,9 +190,7 @@ REPLACED = [
     *(of_documents, of_queries_too, filled_twice, strictly_causal, of_later_keys, of_heads, of_a_dense_mask, capped),
     *(after_a_bias, diagonal_of_infinity, lower_behind_the_diagonal),
 ]
-ADDED = [
-    *(added, added_as_bert_does, added_under_a_diagonal, added_to_queries_too, added_beside_a_bias, given_to_sdpa),
-]
+ADDED = [*(added, added_as_bert_does, added_under_a_diagonal, added_to_queries_too, added_beside_a_bias, given_to_sdpa)]
 
 
 def _results(call: Callable[..., Tensor], real: Tensor, heads_kv: int) -> list[Tensor]:

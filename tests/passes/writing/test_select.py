@@ -33,13 +33,7 @@ from tests.passes.compiling import CPU_FLASH, compiled
 
 TENSOR = TensorSpec(shape=(2, 4, 1200, 64), strides=(307200, 76800, 64, 1), dtype="bfloat16")
 SPEC = AttentionSpec(
-    q=TENSOR,
-    k=TENSOR,
-    v=TENSOR,
-    mask=MaskSpec(),
-    score=ScoreSpec(scale=0.125),
-    device="cuda",
-    out_dtype="bfloat16",
+    q=TENSOR, k=TENSOR, v=TENSOR, mask=MaskSpec(), score=ScoreSpec(scale=0.125), device="cuda", out_dtype="bfloat16"
 )
 CPU = dataclasses.replace(SPEC, device="cpu")
 CAPPED = dataclasses.replace(CPU, score=ScoreSpec(scale=0.125, changes=(Softcap(cap=50.0),)))

@@ -69,8 +69,7 @@ def test_scale(function: Callable[..., Tensor], factor: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "divide"),
-    [(lambda s, t: s * t, False), (lambda s, t: t * s, False), (lambda s, t: s / t, True)],
+    ("function", "divide"), [(lambda s, t: s * t, False), (lambda s, t: t * s, False), (lambda s, t: s / t, True)]
 )
 def test_runtime_scale(function: Callable[..., Tensor], divide: bool) -> None:
     step = _one(function, torch.tensor(2.0))

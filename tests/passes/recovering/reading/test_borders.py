@@ -164,10 +164,7 @@ def test_with_more_keys_than_queries_the_last_row_still_says_which_keys_are_padd
     for index, name in zip((I0, I1, Q, K), "bhqk", strict=True):
         renamed = ix.substitute(renamed, index, Index(name))
     inputs = Inputs(
-        seqlen_q=S,
-        seqlen_kv=keys,
-        load=lambda name, at: mask[at].item(),
-        sizes={"n0": B, "n1": 1, "n2": S, "n3": keys},
+        seqlen_q=S, seqlen_kv=keys, load=lambda name, at: mask[at].item(), sizes={"n0": B, "n1": 1, "n2": S, "n3": keys}
     )
     found = [inputs.value(renamed, *at) for at in itertools.product(range(B), range(1), range(S), range(keys))]
     assert found == mask.flatten().tolist()

@@ -96,11 +96,7 @@ def test_choices_of_numbers_are_rounded_one_by_one() -> None:
 
 def test_ranges_come_from_the_shape() -> None:
     x = ix.add(ix.add(Q, K), Size("s9"))
-    assert ranges(x, torch.Size([6, 8]), (Q, K)) == {
-        "q": Linear((), 5),
-        "k": Linear((), 7),
-        "s9": Linear((), LONGEST),
-    }
+    assert ranges(x, torch.Size([6, 8]), (Q, K)) == {"q": Linear((), 5), "k": Linear((), 7), "s9": Linear((), LONGEST)}
     # k + 3 runs below 8, and 2·q below 6.
     shifted = (ix.mul(Q, Const(2)), ix.add(K, Const(3)))
     assert ranges(ix.add(Q, K), torch.Size([6, 8]), shifted) == {"q": Linear((), 2), "k": Linear((), 4)}

@@ -101,11 +101,7 @@ def test_what_grows_beyond_all_formulas_is_loaded() -> None:
 
 @pytest.mark.parametrize(
     "function",
-    [
-        lambda x: (x > 1).half() * -1e5,
-        lambda x: (x > 1).half() / 1e5,
-        lambda x: ((x > 1).half() > -1e5).half(),
-    ],
+    [lambda x: (x > 1).half() * -1e5, lambda x: (x > 1).half() / 1e5, lambda x: ((x > 1).half() > -1e5).half()],
     ids=["product", "quotient", "comparison"],
 )
 def test_a_number_that_a_dtype_lacks_makes_a_load(function: Callable[[Tensor], Tensor]) -> None:

@@ -80,10 +80,7 @@ def test_sizes_may_be_symbolic(keys: int) -> None:
 
 @pytest.mark.parametrize(
     ("function", "words"),
-    [
-        (lambda b, h, q, k: k <= q, "causal"),
-        (lambda b, h, q, k: (k <= q) & (k > q - 3), "causal ∧ window (2 back)"),
-    ],
+    [(lambda b, h, q, k: k <= q, "causal"), (lambda b, h, q, k: (k <= q) & (k > q - 3), "causal ∧ window (2 back)")],
 )
 def test_kinds(function: MaskFunction, words: str) -> None:
     def attention(q: Tensor) -> Tensor:
@@ -119,11 +116,7 @@ def _written_inside(m: Tensor) -> Tensor:
     return rows & m
 
 
-@pytest.mark.parametrize(
-    "function",
-    [_random, _unknown, _gradient, _written_inside],
-    ids=lambda f: f.__name__,
-)
+@pytest.mark.parametrize("function", [_random, _unknown, _gradient, _written_inside], ids=lambda f: f.__name__)
 def test_what_is_more_than_a_map_is_not_looked_into(function: Callable[[Tensor], Tensor]) -> None:
     """Either the reading is refused, or what the map gave is a load, of a tensor that is no input."""
     try:
