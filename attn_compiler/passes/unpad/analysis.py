@@ -85,7 +85,8 @@ class Analysis:
         except (KeepsPadding, AxisError) as error:
             why = error if isinstance(error, KeepsPadding) else forms.refused(node, str(error))
             return self._plain(node, given) if is_exact else self._exit(node, why)
-        if is_exact and (self.is_shared or value.at_padding is None or axis_rules.line_of(node) not in PRODUCTS):
+        is_known = any(x.at_padding is not None for x in given)
+        if is_exact and (self.is_shared or not is_known or axis_rules.line_of(node) not in PRODUCTS):
             return self._of_kind(node, given, value)
         if value.packed is None:
             return self._exit(node, forms.refused(node, "it reads more than each position by itself"))
