@@ -99,8 +99,9 @@ def _compile_with(
     begin = time.perf_counter()
     # The next replay of a CUDA graph overwrites its outputs without counting the write.
     is_recorded = False
+    start: Callable[[], object] = object
     if own.inner == "inductor" and any(device.type == "cuda" for device in torch_compat.graph_devices(gm)):
-        torch_inductor.start_workers()
+        start = torch_inductor.start_workers
         torch_inductor.share_kernel_cache()
         is_recorded = torch_inductor.records_cuda_graphs(patches)
     if own.inner == "inductor" and torch_inductor.freezes_in_vain(patches):
@@ -117,7 +118,7 @@ def _compile_with(
         return without_us.or_raise(error)(gm, example_inputs, **given)
 
     check_lowering_names(own, lambda: lowerings.names())
-    rewritten = rewrite(gm, own, store=rewrites.here(own, patches))
+    rewritten = rewrite(gm, own, store=rewrites.here(own, patches), start=start)
     report, packed = rewritten.report, None
     if rewritten.outcomes:
         from attn_compiler.passes.unpad.outcome import Packed

@@ -49,8 +49,9 @@ class Pipeline:
     calls: list[tuple[fx.GraphModule, Options]] = field(default_factory=list)
     published: list[tuple[Report, Options]] = field(default_factory=list)
 
-    def run(self, gm: fx.GraphModule, options: Options, **_: Any) -> passes.Rewritten:
+    def run(self, gm: fx.GraphModule, options: Options, start: Callable[[], object], **_: Any) -> passes.Rewritten:
         self.calls.append((gm, options))
+        start()
         self.rewrite(gm)
         return passes.Rewritten(report=self.report, units=(), originals=(), failed=False)
 

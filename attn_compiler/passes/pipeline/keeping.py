@@ -28,7 +28,14 @@ def snapshot(gm: fx.GraphModule, units: list[Unit]) -> Snapshot | None:
 
 
 def find(work: Work) -> Onward | None:
-    """Repeat the rewrite that was kept of the same graph."""
+    """Repeat the rewrite that was kept of the same graph; without one, start what compiles kernels."""
+    onward = _repeat(work)
+    if work.snapshot is not None and onward is None:
+        work.start()
+    return onward
+
+
+def _repeat(work: Work) -> Onward | None:
     if work.store is None or work.border is None or (work.snapshot is None and work.border.root is None):
         return None
     from attn_compiler.passes.rewrites import remembered

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import traceback
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -70,17 +71,18 @@ def run_pipeline(gm: fx.GraphModule, options: Options, targets: dict[str, Target
 
 
 def rewrite(
-    gm: fx.GraphModule, options: Options, targets: dict[str, Target] | None = None, store: Store | None = None
-) -> Rewritten:
+    gm: fx.GraphModule, options: Options, targets: dict[str, Target] | None = None, store: Store | None = None,
+    start: Callable[[], object] = object,
+) -> Rewritten:  # fmt: skip
     """Rewrite `gm` and the bodies nested in it in place, and say what was done.
 
-    store: where rewrites are kept; with None the passes always run, and nothing is kept.
+    store: where rewrites are kept; with None the passes always run, and nothing is kept. start: called before they run.
     targets: by device type, for tests; a device that is missing there is this machine.
     A failure at one site costs that site. After any other failure every graph is restored, and the report says so. There is one warning
     for each distinct failure; with options.strict it raises PassFailed (or VerifyFailed) instead.
     """
     failure: str | None = None
-    work = Work(gm=gm, options=options, targets=dict(targets or {}), store=store)
+    work = Work(gm=gm, options=options, targets=dict(targets or {}), store=store, start=start)
     torch_inductor.deepen_stack()
     try:
         # Garbage collection of all that a process has loaded would take a third of the steps' time.

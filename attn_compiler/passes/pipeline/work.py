@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 class Work:
     """One graph module on its way through the steps, with the bodies nested in it.
 
-    gm, options, store: as `rewrite` is given them. targets: by device type; completed by machine.
+    gm, options, store, start: as `rewrite` is given them. targets: by device type; completed by machine.
     seconds, dumper, readers: of all steps.
     units: the graphs that steps work on. snapshot: the graph as it came; None for one that no step changes.
     border: what is known on both sides of the graph. remembered: where the rewrite is kept.
@@ -43,6 +43,7 @@ class Work:
     options: Options
     targets: dict[str, Target] = field(default_factory=dict)
     store: Store | None = None
+    start: Callable[[], object] = object
     seconds: dict[str, float] = field(default_factory=dict)
     dumper: Dumper = field(default_factory=lambda: Dumper(directory=None, traced=False))
     readers: Readers = field(default_factory=Readers)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import attn_compiler
+from attn_compiler.passes.pipeline import rewriting
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Faster
 from tests.passes.rewrites.compiling import attention, compiled, is_again, masked, qkv, why_not
@@ -21,6 +22,17 @@ def test_what_is_kept_from_call_to_call_is_not_kept_in_files() -> None:
     recipe = attn_compiler.Fp8Recipe(scaling=attn_compiler.DelayedScaling(amax_history_len=4))
     why = why_not(attention, *qkv(2, 3, 64, 32, dtype=torch.bfloat16), fp8_recipe=recipe, lowering="reference_fp8")
     assert why == "the rewritten graph holds tensors that are kept from call to call"
+
+
+def test_what_compiles_kernels_starts_where_nothing_was_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[str] = []
+    made = rewriting.Work
+    monkeypatch.setattr(
+        rewriting, "Work", lambda **given: made(**{**given, "start": lambda: started.append("workers")})
+    )
+    assert [(is_again(masked, *qkv()), len(started)) for _ in range(2)] == [(False, 1), (True, 1)]
+    assert compiled(torch.sin, torch.ones(3))
+    assert started == ["workers"]
 
 
 def test_what_would_be_faster_is_kept_with_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
