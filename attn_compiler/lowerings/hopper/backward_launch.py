@@ -185,15 +185,8 @@ def main_arguments(shared: Backward) -> Arguments:
     in_head, heads_of_all = triton.cdiv(k.shape[2], blocks.keys), q.shape[0] * q.shape[1]
     differ = every["HAS_RIGHT"] or is_ordered(prepared.call.spec)
     outputs = {f"Grad{x}": f"Each{x}" if f"Each{x}" in shared.tensors else f"Grad{x}" for x in "KV"}
-    of_strides = {
-        "q": "Q",
-        "k": "K",
-        "v": "V",
-        "g": "GradOut",
-        "s": "Sums",
-        "dk": outputs["GradK"],
-        "dv": outputs["GradV"],
-    }
+    of_strides = {"q": "Q", "k": "K", "v": "V", "g": "GradOut", "s": "Sums"}
+    of_strides |= {"dk": outputs["GradK"], "dv": outputs["GradV"]}
     numbers = {
         **every,
         **lists(shared.tensors.get("tiles_by_key")),

@@ -191,15 +191,17 @@ class GradBlocks:
 
 #: from this many keys on, a causal backward is at least as fast as cuDNN's
 _FROM = 1024
-#: By the largest head dim, rounded up to a power of two. H200, TFLOP/s, causal, S 2048 and 8192: D 64 with two stages and 240 registers 348
-#: and 415, with these 353 and 423; with 128 queries 107 numbers are spilled (compiled). D 128 with 232 registers 375 and 467, with
-#: these 411 and 514.
-GRAD_BLOCKS = {64: GradBlocks(queries=64, stages=3, registers=216), 128: GradBlocks(queries=64, stages=2)}
+#: By the largest head dim, rounded up to a power of two. H200, TFLOP/s, causal, S 8192 (backward_trials_h200.csv): D 64 with 64 queries 387
+#: to 391, with these 452. D 128 with 232 registers 467, with these 514.
+GRAD_BLOCKS = {64: GradBlocks(queries=128, stages=2), 128: GradBlocks(queries=64, stages=2)}
+#: beside a bias of narrow heads, which leaves no room for more
+BIASED = GradBlocks(queries=64, stages=3, registers=216)
 
 
 def grad_blocks_of(spec: AttentionSpec) -> GradBlocks:
     """Return the blocks of a spec. Raises TypeError for head dims that are not known, and KeyError for those that are too wide."""
-    return GRAD_BLOCKS[max(head_dim_tiles(spec))]
+    widest = max(head_dim_tiles(spec))
+    return BIASED if site_parts.make_plan(spec).bias and widest == min(GRAD_BLOCKS) else GRAD_BLOCKS[widest]
 
 
 def has_backward(spec: AttentionSpec) -> bool:
@@ -270,30 +272,17 @@ def wide_blocks_of(spec: AttentionSpec, grad: str) -> WideGradBlocks:
     """Return the blocks of the pass for the gradient of "q", "k" or "v". Raises TypeError for head dims that are not known."""
     if grad == "v":
         of = blocks_of(spec)
-        return WideGradBlocks(
-            rows=of.queries,
-            tile=of.keys,
-            part=of.part,
-            part_v=of.part,
-            stages=of.stages,
-            stages_v=of.stages,
-            registers=of.registers,
-        )
+        places = {"part": of.part, "part_v": of.part, "stages": of.stages, "stages_v": of.stages}
+        return WideGradBlocks(rows=of.queries, tile=of.keys, registers=of.registers, **places)
     qk, v = wide_head_dims(spec)
     plan = site_parts.make_plan(spec)
     if (qk, v) == (_WIDEST, _WIDEST) and plan.band is not None and not plan.tiles:
         return WideGradBlocks(rows=ROWS, part=WIDE_PART, **_DIAGONAL)
     room = _ROOM // _HALF_BYTES - ROWS * (qk + v + _WIDE_TILE) - _LEAST_V * _WIDE_TILE * WIDE_PART_V
     stages = room // (_WIDE_TILE * WIDE_PART)
-    left = room - stages * _WIDE_TILE * WIDE_PART
-    return WideGradBlocks(
-        rows=ROWS,
-        tile=_WIDE_TILE,
-        part=WIDE_PART,
-        part_v=WIDE_PART_V,
-        stages=stages,
-        stages_v=_LEAST_V + left // (_WIDE_TILE * WIDE_PART_V),
-    )
+    stages_v = _LEAST_V + (room - stages * _WIDE_TILE * WIDE_PART) // (_WIDE_TILE * WIDE_PART_V)
+    parts = {"part": WIDE_PART, "part_v": WIDE_PART_V}
+    return WideGradBlocks(rows=ROWS, tile=_WIDE_TILE, stages=stages, stages_v=stages_v, **parts)
 
 
 def wide_grad_tiles(tiles: Tiles, spec: AttentionSpec) -> Tiles:

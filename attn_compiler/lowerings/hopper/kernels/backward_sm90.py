@@ -26,11 +26,10 @@ from attn_compiler.lowerings.hopper.kernels.grad_fetching_sm90 import fetch, gra
 from attn_compiler.lowerings.hopper.kernels.grad_tiles_sm90 import (
     REGISTERS_OF_ALL,
     add_to_dq,
-    grad_weights_of,
     keys_of_block,
     mark_nan,
     products_of_dq,
-    scores_of,
+    start_product,
     weights_of,
 )
 from attn_compiler.lowerings.hopper.kernels.in_order_sm90 import sums_have_come
@@ -51,42 +50,81 @@ from attn_compiler.lowerings.shared.kernels.tuples_sm90 import GradLayouts
 
 
 @gluon.jit
+def _meet():
+    """Wait for the other warpgroup that computes. Triton's own barriers have lower numbers."""
+    ASM: gl.constexpr = "bar.sync 15, 256; mov.u32 $0, $1;"
+    gl.inline_asm_elementwise(ASM, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def _step(
     consumer: gl.constexpr, n, state, own, masks, Sums, batch, head, tiles, barriers, sizes,
     IS_MASKED: gl.constexpr, layouts: gl.constexpr, how: gl.constexpr,
 ):  # fmt: skip
-    """Process the n-th tile of queries of all stages. state: the sums of dk and dv of 64 keys."""
+    """Process the n-th tile of queries of all stages, 64 at a time. state: the sums of dk and dv of 64 keys.
+
+    With two halves, products of one are under way while the other has its weights. dv's product begins before the wait for the weights'
+    gradients, so ptxas can't move the weights behind that.
+    """
     LEFT_OF_K: gl.constexpr = gl.DotOperandLayout(0, layouts.GRAD_K, k_width=2)
     LEFT_OF_V: gl.constexpr = gl.DotOperandLayout(0, layouts.GRAD_V, k_width=2)
     QUERY: gl.constexpr = gl.SliceLayout(0, layouts.SCORES)
+    HALVES: gl.constexpr = how.BLOCK_M // ROWS
     grad_k, grad_v = state
     stage, phase = n % how.STAGES, (n // how.STAGES) & 1
     q = tiles.q.index(stage).reshape([how.BLOCK_M, how.QK_ALL])
     g = tiles.g.index(stage).reshape([how.BLOCK_M, how.V_ALL])
-    scores = scores_of(consumer, n, tiles, barriers, layouts, how)
-    grad_weights = grad_weights_of(consumer, n, tiles, barriers, layouts, how)
+    mbarrier.wait(barriers.q_full.index(stage), phase)
+    k = tiles.k.index(consumer).reshape([ROWS, how.QK_ALL])
+    scores = start_product(k, q, 0, layouts)
+    if HALVES == 2:
+        next_scores = start_product(k, q, 1, layouts)
+    mbarrier.wait(barriers.g_full.index(stage), phase)
+    v = tiles.v.index(consumer).reshape([ROWS, how.V_ALL])
+    grad_weights = start_product(v, g, 0, layouts)
     mbarrier.wait(barriers.stats_full.index(stage), phase)
     start = told(tiles.first, stage)
     stats = tiles.stats.index(stage)
-    base = stats.slice(0, how.BLOCK_M).load(QUERY)
+    if HALVES == 1:
+        base = stats.slice(0, how.BLOCK_M).load(QUERY)
     bias = None
     if how.ADDED:
         bias = tiles.added.index(2 * stage + consumer).reshape([how.BLOCK_M, ROWS]).permute([1, 0]).load(layouts.SCORES)
-    scores = warpgroup_mma_wait(1, deps=(scores,))
-    weights, through = weights_of(scores, start, IS_MASKED, base, bias, own, masks, sizes, layouts, how)
-    left = gl.convert_layout(narrowed(weights, tiles.k), LEFT_OF_V, assert_trivial=True)
-    delta = stats.slice(how.BLOCK_M, how.BLOCK_M).load(QUERY)
-    # Already loaded: the branch alone matters, without which ptxas moves the weights behind the products' wait.
-    mbarrier.wait(barriers.g_full.index(stage), phase)
-    grad_weights = warpgroup_mma_wait(0, deps=(grad_weights,))
-    grad_v = warpgroup_mma(left, g, grad_v, is_async=True)
-    grads = narrowed(through * (grad_weights - delta[None, :]), tiles.k)
-    # Both warpgroups have read the buffer's last gradients: else this tile's output gradient would not have been loaded.
-    tiles.grads.index(stage).slice(consumer * ROWS, ROWS, dim=0).store(grads)
-    fence_async_shared()
-    mbarrier.arrive(barriers.grads_full.index(stage))
-    grad_k = warpgroup_mma(gl.convert_layout(grads, LEFT_OF_K, assert_trivial=True), q, grad_k, is_async=True)
-    mbarrier.wait(barriers.grads_full.index(stage), phase)
+    scores = warpgroup_mma_wait(HALVES, deps=(scores,))
+    for half in gl.static_range(HALVES):
+        if HALVES == 2:
+            base = stats.slice(half * ROWS, ROWS).load(QUERY)
+        weights, through = weights_of(
+            scores, start + half * ROWS, IS_MASKED, base, bias, own, masks, sizes, layouts, how
+        )  # fmt: skip
+        left = gl.convert_layout(narrowed(weights, tiles.k), LEFT_OF_V, assert_trivial=True)
+        if HALVES == 1:
+            delta = stats.slice(how.BLOCK_M, how.BLOCK_M).load(QUERY)
+            # Already loaded: the branch alone matters, without which ptxas moves the weights behind the products' wait.
+            mbarrier.wait(barriers.g_full.index(stage), phase)
+            grad_weights = warpgroup_mma_wait(0, deps=(grad_weights,))
+        grad_v = warpgroup_mma(left, g.slice(half * ROWS, ROWS, dim=0), grad_v, is_async=True)
+        if HALVES == 2:
+            if half == 0:
+                next_grad_weights = start_product(v, g, 1, layouts)
+                scores, grad_weights = warpgroup_mma_wait(2, deps=(next_scores, grad_weights))
+            else:
+                grad_weights = warpgroup_mma_wait(2, deps=(next_grad_weights,))
+            delta = stats.slice(how.BLOCK_M + half * ROWS, ROWS).load(QUERY)
+        grads = narrowed(through * (grad_weights - delta[None, :]), tiles.k)
+        # Both warpgroups have read the buffer's last gradients: else this tile's output gradient would not have been loaded.
+        own_grads = tiles.grads.index(stage).slice(consumer * ROWS, ROWS, dim=0)
+        own_grads.slice(half * ROWS, ROWS, dim=1).store(grads)
+        if half + 1 == HALVES:
+            fence_async_shared()
+            if HALVES == 1:
+                mbarrier.arrive(barriers.grads_full.index(stage))
+        left = gl.convert_layout(grads, LEFT_OF_K, assert_trivial=True)
+        grad_k = warpgroup_mma(left, q.slice(half * ROWS, ROWS, dim=0), grad_k, is_async=True)
+    if HALVES == 1:
+        mbarrier.wait(barriers.grads_full.index(stage), phase)
+    else:
+        _meet()
     sums = products_of_dq(consumer, tiles.grads.index(stage), tiles, layouts, how)
     sums, grad_k, grad_v = warpgroup_mma_wait(0, deps=(sums, grad_k, grad_v))
     # Until the copy engine has read the last sums of dq from their buffer, or, where blocks take turns, has added them.
@@ -118,9 +156,7 @@ def _compute(
     how: gl.constexpr,
 ):  # fmt: skip
     """Compute 64 keys of each block of this program."""
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, how.BLOCK_M, 16]
-    )
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
     GRAD_K: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, how.QK_ALL, 16]
     )
@@ -164,34 +200,24 @@ def _compute(
         if count > 0:
             mbarrier.wait(barriers.kv_full, loaded & 1)
             state = (grad_k, grad_v)
+            # Where blocks take turns, tiles come from the last one on: those that need their mask come last.
+            first = masked
             if how.IN_ORDER:
-                # Tiles from the last one on: those that need their mask come last.
-                unmasked = 0
-                if not how.MASK_ALL:
-                    unmasked = count - masked
-                    for i in range(unmasked):
-                        state = _step(
-                            consumer, done + i, state, own, of_batch, Sums, batch, head, tiles, barriers, sizes, False,
-                            LAYOUTS, how,
-                        )  # fmt: skip
-                for i in range(unmasked, count):
+                first = 0 if how.MASK_ALL else count - masked
+            if not how.IN_ORDER or not how.MASK_ALL:
+                for i in range(first):
                     state = _step(
-                        consumer, done + i, state, own, of_batch, Sums, batch, head, tiles, barriers, sizes, True, LAYOUTS,
-                        how,
+                        consumer, done + i, state, own, of_batch, Sums, batch, head, tiles, barriers, sizes,
+                        not how.IN_ORDER, LAYOUTS, how,
                     )  # fmt: skip
+            for i in range(first, count):
+                state = _step(
+                    consumer, done + i, state, own, of_batch, Sums, batch, head, tiles, barriers, sizes,
+                    how.IN_ORDER or how.MASK_ALL, LAYOUTS, how,
+                )  # fmt: skip
+            if how.IN_ORDER:
                 sums_have_come()
                 barrier_of_threads()
-            else:
-                for i in range(masked):
-                    state = _step(
-                        consumer, done + i, state, own, of_batch, Sums, batch, head, tiles, barriers, sizes, True, LAYOUTS,
-                        how,
-                    )  # fmt: skip
-                for i in range(masked, count):
-                    state = _step(
-                        consumer, done + i, state, own, of_batch, Sums, batch, head, tiles, barriers, sizes, how.MASK_ALL,
-                        LAYOUTS, how,
-                    )  # fmt: skip
             grad_k, grad_v = state
             loaded += 1
             done += count

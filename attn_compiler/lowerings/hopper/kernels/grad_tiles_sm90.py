@@ -18,48 +18,35 @@ FAR = gl.constexpr(1 << 30)
 
 
 @gluon.jit
-def scores_of(consumer: gl.constexpr, n, tiles, barriers, layouts: gl.constexpr, how: gl.constexpr):
-    """Start k qᵀ of the n-th tile."""
-    stage = n % how.STAGES
-    mbarrier.wait(barriers.q_full.index(stage), (n // how.STAGES) & 1)
-    q = tiles.q.index(stage).reshape([how.BLOCK_M, how.QK_ALL])
-    k = tiles.k.index(consumer).reshape([ROWS, how.QK_ALL])
-    none = gl.zeros([ROWS, how.BLOCK_M], gl.float32, layout=layouts.SCORES)
-    return warpgroup_mma(k, q.permute([1, 0]), none, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def grad_weights_of(consumer: gl.constexpr, n, tiles, barriers, layouts: gl.constexpr, how: gl.constexpr):
-    """Start v gᵀ of the n-th tile."""
-    stage = n % how.STAGES
-    mbarrier.wait(barriers.g_full.index(stage), (n // how.STAGES) & 1)
-    g = tiles.g.index(stage).reshape([how.BLOCK_M, how.V_ALL])
-    v = tiles.v.index(consumer).reshape([ROWS, how.V_ALL])
-    none = gl.zeros([ROWS, how.BLOCK_M], gl.float32, layout=layouts.SCORES)
-    return warpgroup_mma(v, g.permute([1, 0]), none, use_acc=False, is_async=True)
+def start_product(left, tile, HALF: gl.constexpr, layouts: gl.constexpr):
+    """Start the product of 64 keys (or values) and 64 queries (or rows of the output's gradient) of a tile, (keys, queries)."""
+    none = gl.zeros([ROWS, ROWS], gl.float32, layout=layouts.SCORES)
+    right = tile.slice(HALF * ROWS, ROWS, dim=0).permute([1, 0])
+    return warpgroup_mma(left, right, none, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def _allowed(weights, start, own, masks, sizes, layouts: gl.constexpr, how: gl.constexpr):
     """Return the weights (keys, queries) of a tile, 0 where a pair is not allowed."""
     SCORES: gl.constexpr = layouts.SCORES
-    weights = gl.where(up_to(own.most - start, SCORES, how.BLOCK_M), weights, 0.0)
+    QUERIES: gl.constexpr = weights.shape[1]
+    weights = gl.where(up_to(own.most - start, SCORES, QUERIES), weights, 0.0)
     if how.HAS_RIGHT:
-        weights = gl.where(up_to(own.least - 1 - start, SCORES, how.BLOCK_M), 0.0, weights)
+        weights = gl.where(up_to(own.least - 1 - start, SCORES, QUERIES), 0.0, weights)
     QUERY: gl.constexpr = gl.SliceLayout(0, SCORES)
     if masks.Rows is not None:
-        queries = start + gl.arange(0, how.BLOCK_M, layout=QUERY)
+        queries = start + gl.arange(0, QUERIES, layout=QUERY)
         inside = queries < sizes.seqlen_q
         lower = gl.load(masks.Rows + queries, mask=inside, other=0)
         weights = gl.where(own.keys[:, None] >= lower[None, :], weights, 0.0)
         upper = gl.load(masks.Rows + masks.rows_side + queries, mask=inside, other=0)
         weights = gl.where(own.keys[:, None] < upper[None, :], weights, 0.0)
     if own.document is not None:
-        queries = start + gl.arange(0, how.BLOCK_M, layout=QUERY)
+        queries = start + gl.arange(0, QUERIES, layout=QUERY)
         document = gl.load(masks.Documents + queries, mask=queries < sizes.seqlen_q, other=0)
         weights = gl.where(own.document[:, None] == document[None, :], weights, 0.0)
     if masks.Bits is not None:
-        weights = gl.where(bits_set(masks.Bits, own.bits, start // 32, SCORES, how.BLOCK_M), weights, 0.0)
+        weights = gl.where(bits_set(masks.Bits, own.bits, start // 32, SCORES, QUERIES), weights, 0.0)
     return weights
 
 
@@ -78,7 +65,7 @@ def weights_of(
         logits = logits + bias.to(gl.float32) * LOG2E
     if own.slope is not None:
         from_start = own.slope * (own.keys - start).to(gl.float32)
-        logits = distances_to(logits, from_start, -own.slope, layouts.SCORES, how.BLOCK_M)
+        logits = distances_to(logits, from_start, -own.slope, layouts.SCORES, scores.shape[1])
     weights = gl.exp2(logits)
     if IS_MASKED:
         weights = _allowed(weights, start, own, masks, sizes, layouts, how)

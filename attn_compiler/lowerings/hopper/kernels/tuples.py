@@ -30,9 +30,7 @@ class ForwardSwitches(NamedTuple):
     OUT_IN_Q: Any  # outputs are stored from the queries' shared memory
     OVERLAPS: Any  # a warpgroup's softmax overlaps with the outputs of its tile before, which takes registers
     TURNS: Any  # two warpgroups take turns: one's products while the other has its softmax
-    ADDED_STAGES: (
-        Any  # tiles of what is added to the scores that are in shared memory for each warpgroup; 0: nothing is
-    )
+    ADDED_STAGES: Any  # tiles of what is added to the scores in shared memory, for each warpgroup; 0: nothing is
     ADDED_EARLY: Any  # the added tile is read while q kᵀ is in flight, which takes registers
     BY_DISTANCE: Any  # biases by distance are added, else a dense bias
     BATCH_LAST: Any  # blocks of all batch rows come before the next head's
@@ -128,7 +126,7 @@ class GradSwitches(NamedTuple):
     HEAD_DIM_V: Any
     QK_ALL: Any  # the power of two that holds the head dim of q and k
     V_ALL: Any  # and of v
-    BLOCK_M: Any  # queries of a tile: 64 or 128
+    BLOCK_M: Any  # queries of a tile: 64, or 128 in two halves
     BLOCK_N: Any  # keys of a block: 64 for each of two warpgroups
     STAGES: Any  # tiles of queries and of the output's gradient that are in shared memory
     SUM_COLUMNS: Any  # of dq that a warpgroup takes: half of QK_ALL with 64 queries, else all
@@ -154,9 +152,7 @@ class GradTiles(NamedTuple):
     sums: Any  # what is added to dq, and then gradients on their way out
     stats: Any  # -lse of a tile's queries in units of log 2, and their delta
     first: Any  # query of a tile
-    turns: (
-        Any  # of 2 · STAGES tiles: where the counter of each is, and how many blocks add to it before this one; or None
-    )
+    turns: Any  # of 2 · STAGES tiles: where each one's counter is, and how many blocks add before this one; or None
     turn_full: Any  # barriers: when each of these may be added; or None
     added: Any  # of a bias, (queries, keys) of each of two warpgroups, or None
     work: Any  # of a block its number among those of all heads, -1 after the last one; its tiles; how many of them are masked

@@ -8,6 +8,7 @@ overwritten before it was read, gives wrong numbers or nobody's turn ever comes,
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import sys
@@ -289,8 +290,10 @@ def _specialise(partitions: Sequence[tuple[Callable[..., None], tuple[Any, ...]]
             each.result()
 
 
-def _assembly(asm: str, constraints: str, args: Sequence[Any], dtype: torch.dtype, **_: Any) -> Any:
+def _assembly(meeting: Any, asm: str, constraints: str, args: Sequence[Any], dtype: Any, **_: Any) -> Any:
     first, *further = args
+    if "bar.sync" in asm:
+        meeting.wait(PATIENCE)
     if "ld.acquire.gpu" in asm:
         return _await_number(first, further[0])
     if "x2.f32 $0" in asm:
@@ -345,7 +348,7 @@ def _language(program: Sequence[int], programs: Sequence[int]) -> types.SimpleNa
         "arange": lambda first, end, layout: torch.arange(first, end),
         "multiple_of": lambda x, of: x,
         "convert_layout": lambda x, layout, assert_trivial=False: x,
-        "inline_asm_elementwise": _assembly,
+        "inline_asm_elementwise": functools.partial(_assembly, threading.Barrier(2)),
         "uint8": torch.uint8,
         "bfloat16": torch.bfloat16,
         "float32": torch.float32,
