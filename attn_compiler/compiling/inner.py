@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import fx
 
 from attn_compiler.compiling.attempts import StepFailed, step
@@ -17,6 +18,13 @@ if TYPE_CHECKING:
     from attn_compiler.lowerings.shared.launching.ahead import Ahead
 
 log = logging.getLogger(__name__)
+
+
+def _patches(gm: fx.GraphModule) -> dict[str, Any]:
+    """Return our own settings of Inductor. GELU before a product of int8 on a CPU has three readers, and none computes it again."""
+    is_quantised = gm.graph.find_nodes(op="call_function", target=torch.ops.aten._int_mm.default)
+    on_cpu = is_quantised and all(device.type == "cpu" for device in torch_compat.graph_devices(gm))
+    return {"realize_opcount_threshold": 8} if on_cpu else {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,15 +90,9 @@ class Inner:
         last_pass: torch_inductor.GraphPass | None = None,
     ) -> Callable[..., Any]:
         if self.options.inner == "inductor":
-            return torch_inductor.compile_with_inductor(
-                gm,
-                example_inputs,
-                patches=self.patches,
-                cache_key=key,
-                joint_pass=joint_pass,
-                last_pass=last_pass,
-                region=self.region,
-            )
+            given = {"cache_key": key, "joint_pass": joint_pass, "last_pass": last_pass, "region": self.region}
+            patches = self.patches if key is None else _patches(gm) | self.patches
+            return torch_inductor.compile_with_inductor(gm, example_inputs, patches=patches, **given)  # type: ignore[arg-type]
         if self.patches:
             log.warning("inner=%r ignores Inductor's options: %s", self.options.inner, ", ".join(self.patches))
         return torch_inductor.compile_with_backend(self.options.inner, gm, example_inputs)

@@ -102,9 +102,7 @@ def on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def distance(
-    new: Mapping[str, torch.Tensor | None],
-    own: Mapping[str, torch.Tensor | None],
-    padding: torch.Tensor | None = None,
+    new: Mapping[str, torch.Tensor | None], own: Mapping[str, torch.Tensor | None], padding: torch.Tensor | None = None
 ) -> Distance:
     """Measure how far results are from the uncompiled model's. A gradient that is None counts as zeros.
 

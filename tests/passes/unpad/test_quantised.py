@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from attn_compiler.reasons.codes import Code
+from attn_compiler.torch_private import inductor
 from tests.passes.unpad.encoder import MASK, Encoder, compiled, ids_of, mask_of, on_real_tokens, report
 
 
@@ -103,6 +104,26 @@ def test_one_scale_for_a_batch_keeps_padding(way: str) -> None:
     assert kept is not None
     assert kept.code is Code.MIXES_POSITIONS
     assert "along rows or positions" in kept.observed
+
+
+@pytest.mark.parametrize(("way", "expected"), [("int_mm", 8), ("torchao", 8), ("int8pack", None)])
+def test_inductor_stores_what_several_ops_of_a_quantisation_read(
+    way: str, expected: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GELU, whose largest and smallest numbers are asked, would be computed for each of its readers."""
+    given: list[dict[str, Any]] = []
+
+    def compile_with_inductor(gm: Any, inputs: Any, *, patches: dict[str, Any], **_: Any) -> Callable[..., Any]:
+        given.append(patches)
+        run: Callable[..., Any] = gm.forward
+        return run
+
+    monkeypatch.setattr(inductor, "compile_with_inductor", compile_with_inductor)
+    model = Encoder().eval()
+    WAYS[way](model)
+    with torch.no_grad():
+        compiled(model, inner="inductor")(ids_of(MASK), MASK)
+    assert given[0].get("realize_opcount_threshold") == expected
 
 
 def test_quantised_weights_in_training_stay() -> None:
