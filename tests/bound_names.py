@@ -24,7 +24,7 @@ from unittest import mock
 
 OURS = ("attn_compiler", "benchmarks", "tests")
 #: packages that tests can do without
-OPTIONAL = ("cudnn", "diffusers", "fla", "flash_attn", "transformers")
+OPTIONAL = ("cudnn", "diffusers", "flash_attn", "transformers")
 
 
 # ---- importing without the optional packages ------------------------------------------------------------------------------

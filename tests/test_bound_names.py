@@ -35,9 +35,9 @@ def test_what_tests_for_a_gpu_name_is_there(path: Path) -> None:
 
 _PLANTED = """
 import pytest
-pytest.importorskip("fla.ops.kda")
+pytest.importorskip("flash_attn.cute")
 from attn_compiler.lowerings.fa4 import launch
-from attn_compiler.lowerings.linear import fla_calls
+from attn_compiler.lowerings.linear import table
 from attn_compiler.lowerings.shared.launching import replaying
 from tests.lowerings.fa4 import cases
 from tests.lowerings.fa4.cases import Built, inputs
@@ -77,12 +77,12 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Mo
         ("replaying.Replay.no_such_method", "has no no_such_method"),
         ("built.spec.mask.no_such_field", "has no no_such_field"),
         ("built.spec_on_gpu.no_such_field", "has no no_such_field"),
-        ("fla_calls.no_such_function", "fla_calls has no no_such_function"),
+        ("table.no_such_function", "table has no no_such_function"),
         ("pytest.MonkeyPatch().setattr(launch, 'no_such_name', 1)", "launch has no no_such_name"),
         ("inputs(cases.PROBLEMS[0], devise='cuda')", "missing a required"),
         ("inputs(cases.PROBLEMS[0], 'cuda')", "too many positional"),
         ("inputs(*cases.PROBLEMS, devise='cuda')", "unexpected keyword"),
-        ("fla_calls.forward(1, 2)", "missing a required"),
+        ("table.decide(1)", "missing a required"),
         ("built.text(90)", "too many positional"),
     ],
 )
@@ -94,7 +94,7 @@ def test_what_has_gone_is_seen(test: str, said: str, planted: Callable[..., Modu
 
 def test_what_is_there_is_right(planted: Callable[..., ModuleType]) -> None:
     bound_twice = "launch = launch if built else built\n    launch.no_such_name"
-    for test in ("launch._prepared(built.text(sm=90)).window", "fla_calls.Tensor", bound_twice, "built.q.no_such_name"):
+    for test in ("launch._prepared(built.text(sm=90)).window", "table.Path", bound_twice, "built.q.no_such_name"):
         home = planted(test=test, fixtures="tmp_path")
         assert bound_names.wrong(home) == bound_names.without_fixture(home) == []
 

@@ -19,13 +19,10 @@ TRITON_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 TRITON_DISTRIBUTIONS = ("triton", "pytorch-triton", "triton-windows")
 FLASH_ATTN_4_DISTRIBUTION = "flash-attn-4"
 CUDNN_FRONTEND_DISTRIBUTION = "nvidia-cudnn-frontend"
-#: the distribution of flash-linear-attention's kernels
-FLA_DISTRIBUTION = "fla-core"
 #: commands that install the releases that were tried, by package: these packages are on the index, and extras of this one are not
 INSTALL = {
     FLASH_ATTN_4_DISTRIBUTION: "pip install 'flash-attn-4==4.0.0b36'",
     CUDNN_FRONTEND_DISTRIBUTION: "pip install 'nvidia-cudnn-frontend>=1.27,<1.33'",
-    FLA_DISTRIBUTION: "pip install 'fla-core>=0.6,<0.7'",
     "transformers": "pip install 'transformers>=5.17,<6'",
 }
 #: the major number of Hopper's compute capability
@@ -41,7 +38,7 @@ class Target:
     disabled: SDPA kernels that the user switched off ("flash", "efficient", "cudnn", "math"), read once when a graph is compiled.
     deterministic: torch.use_deterministic_algorithms is on.
     triton_interpreted: Triton's kernels run in its interpreter, on any device.
-    flash_attn_4, cudnn_frontend, fla: their versions, "" if absent or without a GPU.
+    flash_attn_4, cudnn_frontend: their versions, "" if absent or without a GPU.
     mixed_gpus: the process sees GPUs of several architectures.
     processors: multiprocessors of the GPU, 0 on CPU.
     ptxas: the version of the assembler for our Triton kernels with wgmma (spec/assemblers.py), "13.1"; "" if unknown, or not on Hopper.
@@ -60,7 +57,6 @@ class Target:
     deterministic: bool = False
     triton_interpreted: bool = False
     flash_attn_4: str = ""
-    fla: str = ""
     mixed_gpus: bool = False
     processors: int = 0
     ptxas: str = ""
@@ -89,7 +85,6 @@ class Target:
             deterministic=torch_module.are_deterministic_algorithms_enabled(),
             triton_interpreted=TRITON_INTERPRETED,
             flash_attn_4=_version(FLASH_ATTN_4_DISTRIBUTION) if has_gpu else "",
-            fla=_version(FLA_DISTRIBUTION) if has_gpu else "",
             mixed_gpus=has_gpu and _has_mixed_gpus(),
             processors=torch_module.cuda.get_device_properties(parsed).multi_processor_count if has_gpu else 0,
             ptxas=hopper_assembler(triton).version if major == _HOPPER else "",
@@ -110,7 +105,6 @@ class Target:
         deterministic: bool = False,
         triton_interpreted: bool = False,
         flash_attn_4: str = "",
-        fla: str = "",
         mixed_gpus: bool = False,
         processors: int | None = None,
         ptxas: str | None = None,
@@ -133,7 +127,6 @@ class Target:
             deterministic=deterministic,
             triton_interpreted=triton_interpreted,
             flash_attn_4=flash_attn_4,
-            fla=fla,
             mixed_gpus=mixed_gpus,
             processors=(132 if on_gpu else 0) if processors is None else processors,
             ptxas=("13.1" if is_hopper else "") if ptxas is None else ptxas,
@@ -152,7 +145,6 @@ class Target:
             ("triton", self.triton),
             (FLASH_ATTN_4_DISTRIBUTION, self.flash_attn_4),
             (CUDNN_FRONTEND_DISTRIBUTION, self.cudnn_frontend),
-            (FLA_DISTRIBUTION, self.fla),
         )
         parts += [f"{name} {version}" for name, version in versions if version]
         notes = [f"{kernel} off" for kernel in sorted(self.disabled)] + ["deterministic"] * self.deterministic

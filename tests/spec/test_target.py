@@ -108,7 +108,6 @@ def test_digest_differs_with_every_field() -> None:
         "deterministic": True,
         "triton_interpreted": True,
         "flash_attn_4": "4.0.0b36",
-        "fla": "0.6.0",
         "mixed_gpus": True,
         "processors": 114,
         "ptxas": "12.8",

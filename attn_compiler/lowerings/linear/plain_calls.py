@@ -5,7 +5,6 @@ Takes the arguments of `linear_chunks` and of its backward (triton_ops.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,26 +25,12 @@ def forward(
 
 
 def backward(grad_out: Tensor, grad_last: Tensor, *given: Any) -> tuple[Tensor, ...]:
-    """Compute `linear_chunks_backward`."""
+    """Compute `linear_chunks_backward` by autograd: gradients are contiguous, and empty for an absent operand."""
     *operands, text = given
-
-    def run(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, skip: Any, state: Any) -> tuple[Tensor, Tensor]:
-        return _computed(q, k, v, g, beta, skip, state, text)
-
-    return gradients(run, grad_out, grad_last, operands)
-
-
-def gradients(
-    run: Callable[..., tuple[Tensor, Tensor]],
-    grad_out: Tensor,
-    grad_last: Tensor,
-    operands: Sequence[Tensor | None],
-) -> tuple[Tensor, ...]:
-    """Run the function once more, and return each operand's gradient by autograd: contiguous, and empty for an absent operand."""
     with on(grad_out.device), torch.enable_grad():
-        wanted = [None if x is None else x.detach().requires_grad_() for x in operands]
+        wanted: list[Any] = [None if x is None else x.detach().requires_grad_() for x in operands]
         leaves = [x for x in wanted if x is not None]
-        found = torch.autograd.grad(run(*wanted), leaves, [grad_out, grad_last], materialize_grads=True)
+        found = torch.autograd.grad(_computed(*[*wanted, text]), leaves, [grad_out, grad_last], materialize_grads=True)
     each = iter(found)
     return tuple(grad_out.new_empty(0) if x is None else next(each).to(x.dtype).contiguous() for x in operands)
 

@@ -13,15 +13,14 @@ from pathlib import Path
 from attn_compiler.lowerings.base import UNTOUCHED
 from attn_compiler.lowerings.choice import first, rows
 from attn_compiler.lowerings.choice.rows import EvidenceRow
-from attn_compiler.lowerings.linear.fla_op import LinearFla
 from attn_compiler.lowerings.linear.reference import LinearReference
 from attn_compiler.lowerings.linear.triton_op import LinearTriton
 from attn_compiler.reasons.decisions import Decision, Reason, Refusal
 from attn_compiler.spec.linear import LinearSpec
 from attn_compiler.spec.target import Target
 
-LinearLowering = LinearReference | LinearTriton | LinearFla
-LINEAR_LOWERINGS: tuple[LinearLowering, ...] = (LinearReference(), LinearTriton(), LinearFla())
+LinearLowering = LinearReference | LinearTriton
+LINEAR_LOWERINGS: tuple[LinearLowering, ...] = (LinearReference(), LinearTriton())
 _BY_NAME = {lowering.name: lowering for lowering in LINEAR_LOWERINGS}
 
 

@@ -15,7 +15,6 @@ from attn_compiler.lowerings.graph_ops.linear_call import SCHEMA
 from attn_compiler.lowerings.graph_ops.linear_recurrence import steps
 from attn_compiler.lowerings.linear import triton_ops  # noqa: F401 (the ops are registered by the import)
 from attn_compiler.lowerings.linear.chunks import bounded_decays
-from attn_compiler.lowerings.linear.heads import check_heads
 from attn_compiler.lowerings.shared.limits.kernel_limits import check_machine
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason, refuse
@@ -28,6 +27,8 @@ from attn_compiler.torch_private.op_library import LIBRARY, NAMESPACE
 _NAME, _STEP = "linear_triton", "linear_triton_step"
 _DTYPES = (*HALF, "float32")
 _MACHINES = (80, 90)
+#: largest size of a head
+_WIDEST = 256
 _HOPPER = 90
 
 
@@ -82,6 +83,14 @@ def _check_assembler(spec: LinearSpec, target: Target) -> list[Reason]:
         "install Triton 3.7 or newer and a driver of CUDA 13; or set, before Triton is imported, TRITON_PTXAS_PATH to a ptxas of "
         f"CUDA {newest} or newer, or DISABLE_MMA_V3=1",
     )
+
+
+def check_heads(spec: LinearSpec) -> list[Reason]:
+    """Refuse heads that are too wide."""
+    if max(spec.head_dim_k, spec.head_dim_v) <= _WIDEST:
+        return []
+    rule = f"a head of linear attention has at most {_WIDEST} channels"
+    return refuse(Code.HEAD_DIM, rule, f"{spec.head_dim_k} of k, {spec.head_dim_v} of v")
 
 
 def _check_dtypes(spec: LinearSpec, target: Target) -> list[Reason]:

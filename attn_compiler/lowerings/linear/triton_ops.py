@@ -1,6 +1,5 @@
 """`attn_compiler::linear_chunks`: the recurrence by our kernels, a leaf op with a fake and a formula for its gradient. Needs no triton.
-`fla_chunks` is the same by flash-linear-attention's kernels. `linear_one_token`: a step of decoding, which writes the new state over the
-old one and has no gradient.
+`linear_one_token`: a step of decoding, which writes the new state over the old one and has no gradient.
 
     out, last = linear_chunks(q, k, v, g, beta, skip, state, text);  text: of a LinearForm
     out = linear_one_token(q, k, v, g, beta, skip, state, text);  state: contiguous, in the dtype of the form's states
@@ -11,7 +10,6 @@ factor of v. skip: (H,), the factor of v that is added to the result, or None. s
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -59,24 +57,27 @@ def _setup(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
         ctx.mark_non_differentiable(output[1])
 
 
-def _formula(backward: str, ctx: Any, grad_out: Tensor, grad_last: Tensor) -> tuple[Tensor | None, ...]:
+def _formula(ctx: Any, grad_out: Tensor, grad_last: Tensor) -> tuple[Tensor | None, ...]:
     given = ctx.saved_tensors
-    grads = getattr(_OPS, backward)(grad_out, grad_last, *given, ctx.text)
+    grads = _OPS.linear_chunks_backward(grad_out, grad_last, *given, ctx.text)
     return *(None if x is None else grad for x, grad in zip(given, grads, strict=True)), None
 
 
 _OPS: Any = getattr(torch.ops, NAMESPACE)
-
-
-def register_chunks(name: str, forward: Late, backward: Late, *, notes: bool = False) -> None:
-    """Define `name` and `name`_backward, with these bodies. notes: as in register_helper."""
-    register_helper(f"{name}_backward", _BACKWARD, function=backward, fake=_fake_backward, notes=notes)
-    formula = functools.partial(_formula, f"{name}_backward")
-    register_helper(name, _CHUNKS, function=forward, fake=_fake, notes=notes, differentiated=(_setup, formula))
-
-
-register_chunks(
-    "linear_chunks", Late(f"{_ROOM}.triton_launch", "forward"), Late(f"{_ROOM}.triton_backward", "backward"), notes=True
+register_helper(
+    "linear_chunks_backward",
+    _BACKWARD,
+    function=Late(f"{_ROOM}.triton_backward", "backward"),
+    fake=_fake_backward,
+    notes=True,
+)
+register_helper(
+    "linear_chunks",
+    _CHUNKS,
+    function=Late(f"{_ROOM}.triton_launch", "forward"),
+    fake=_fake,
+    notes=True,
+    differentiated=(_setup, _formula),
 )
 register_helper(
     "linear_one_token",

@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from attn_compiler.lowerings.graph_ops.linear_recurrence import LinearOperands, definition, token_by_token
-from attn_compiler.lowerings.linear import channel_pairs, scan_ops  # noqa: F401 (ops are registered by the import)
+from attn_compiler.lowerings.linear import channel_pairs, scan_ops, triton_op  # noqa: F401 (ops are registered by the import)
 from attn_compiler.lowerings.linear.chunks import bounded_decays, by_chunks, decay_sums
-from attn_compiler.lowerings.linear.heads import check_heads
 from attn_compiler.lowerings.linear.reference import LinearReference, run
 from attn_compiler.reasons.codes import Code
 from attn_compiler.spec.target import Target
@@ -76,9 +75,9 @@ def test_a_decay_that_forgets_all_gives_no_infinity() -> None:
 
 # Heads of more than 256 channels are refused with their sizes.
 def test_both_sizes_of_a_head_are_bounded() -> None:
-    assert check_heads(linear_forms.spec(head_dim_k=256, head_dim_v=256)) == []
+    assert triton_op.check_heads(linear_forms.spec(head_dim_k=256, head_dim_v=256)) == []
     for changed in ({"head_dim_k": 257}, {"head_dim_v": 257}):
-        (reason,) = check_heads(linear_forms.spec(**changed))
+        (reason,) = triton_op.check_heads(linear_forms.spec(**changed))
         assert (reason.code, "257" in reason.observed) == (Code.HEAD_DIM, True)
 
 
