@@ -6,6 +6,7 @@ a long sequence is cut into pieces: each runs by itself first, the states betwee
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from attn_compiler.lowerings.linear.kernels import backward as backward_kernels, forward as kernels, pieces as joining
 from attn_compiler.lowerings.linear.triton_sizes import LinearSizes, empty, state_strides, wide
 from attn_compiler.lowerings.linear.triton_tensors import LinearTensors
+from attn_compiler.spec.target import Target
 
 #: processors assumed without a GPU: those of an H100
 _PROCESSORS = 132
@@ -21,6 +23,8 @@ _PROCESSORS = 132
 _FEWEST = 4
 #: fewest chunks of a piece; most channels of k, so that one product joins states
 _SHORTEST, _WIDEST = 8, 128
+#: channels of heads of k and v for which the pass for Hopper was timed
+_TIMED = (128, 128)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +55,7 @@ def states(call: LinearTensors) -> Pieces:
     sizes = call.sizes
     pieces = Pieces.of(sizes, _processors(call.same.device), is_delta=call.is_delta)
     if pieces.many == 1:
-        _run(call, kernels.state_pass, sizes.rows * sizes.blocks, **edge_strides(call))
+        _run_states(call, sizes.rows, **edge_strides(call))
         return pieces
     columns = _columns(sizes, is_delta=call.is_delta)
     many = (sizes.batch, sizes.heads, pieces.many)
@@ -67,7 +71,7 @@ def states(call: LinearTensors) -> Pieces:
     _join(joined, pieces, columns, is_reversed=False, columns=columns, order=order)
     after = call.having(first=between)
     numbers = {**edge_strides(call), **_piece_strides(between, "first"), **pieces.numbers}
-    _run(after, kernels.state_pass, sizes.rows * pieces.many * sizes.blocks, part="pieces", **numbers)
+    _run_states(after, sizes.rows * pieces.many, part="pieces", **numbers)
     return pieces
 
 
@@ -119,6 +123,44 @@ def _run(call: LinearTensors, kernel: Any, programs: int, part: str = "", **numb
     """Launch a pass. The next chunk's tiles are prefetched where shared memory has room for two chunks."""
     stages = 1 if (call.form.channel and call.sizes.fills_memory) or not call.sizes.parts else 2
     call.run(kernel, programs, call.sizes.warps, stages, part=part, **numbers)
+
+
+def _run_states(call: LinearTensors, rows: int, part: str = "", **numbers: Any) -> None:
+    """Launch the pass over states. rows: of batch, heads and pieces."""
+    programs = rows * call.sizes.blocks
+    if not _serves_hopper(call):
+        _run(call, kernels.state_pass, programs, part=part, **numbers)
+        return
+    # Imported late: releases of Triton without Gluon's instructions for Hopper run the other kernels.
+    from attn_compiler.lowerings.linear.kernels.forward_sm90 import state_pass_sm90
+
+    call.run(state_pass_sm90, programs, part=part, HOW=switches(call), **numbers)
+
+
+def switches(call: LinearTensors) -> Any:
+    """Return the constants of the pass for Hopper. Shared memory has room for three chunks where products are of one part."""
+    from attn_compiler.lowerings.linear.kernels.forward_sm90 import PassSwitches
+
+    given = {**call.numbers, "STAGES": 3 if call.sizes.parts == 1 else 2}
+    return PassSwitches(**{name: given[name] for name in PassSwitches._fields})
+
+
+def _serves_hopper(call: LinearTensors) -> bool:
+    """Return whether that pass was timed on such a call, which keeps nothing for gradients, and the copy engine can read the operands.
+    With a decay for each channel it was timed in three parts alone; the state space was not timed."""
+    sizes, form, read = call.sizes, call.form, [call.named[name] for name in "qkv"]
+    is_timed = (
+        call.is_delta and (sizes.dim_k, sizes.dim_v) == _TIMED and sizes.parts in ((3,) if form.channel else (1, 3))
+    )
+    if not is_timed or form.out_dtype != "bfloat16" or "states" in call.named or not _has_wgmma(call.same.device):
+        return False
+    return not any(step % 8 for x in read for step in (x.storage_offset(), *x.stride()[:-1]))
+
+
+@functools.cache
+def _has_wgmma(device: torch.device) -> bool:
+    target = Target.current(str(device))
+    return target.sm == 90 and not target.without_wgmma
 
 
 def edge_strides(call: LinearTensors) -> dict[str, Any]:

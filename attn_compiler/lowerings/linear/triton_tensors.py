@@ -53,6 +53,7 @@ class LinearTensors:
         """Arguments that all kernels share."""
         form = self.form
         scale = self.sizes.dim_k**-0.5 if self.is_delta else 1.0
+        of_out = self.sizes.parts if form.out_dtype == "float32" else self.sizes.fewer
         return {
             **self.sizes.numbers,
             **strides(self.named, AXES),
@@ -66,7 +67,8 @@ class LinearTensors:
             "first_p": 0,
             "last_p": 0,
             "WIDE": self.sizes.numbers["WV"],
-            "OF_OUT": self.sizes.parts if form.out_dtype == "float32" else self.sizes.fewer,
+            "OF_OUT": of_out,
+            "OF_PAIRS": self.sizes.parts if "grad" in self.named else of_out,
         }
 
     def arguments(self, kernel: Any, programs: int, warps: int = 4, stages: int = 2, **more: Any) -> Arguments:

@@ -55,7 +55,7 @@ def channel_sums(
 def channel_pairs(
     Q, K, Beta, Lower, Pairs, Sums, Norms, heads, group, length, chunks,
     q_b, q_s, q_h, k_b, k_s, k_h, beta_b, beta_s, beta_h,
-    C: tl.constexpr, DK: tl.constexpr, WK: tl.constexpr, PARTS: tl.constexpr, PLANES: tl.constexpr,
+    C: tl.constexpr, DK: tl.constexpr, WK: tl.constexpr, PARTS: tl.constexpr, PLANES: tl.constexpr, OF_PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Compute 16 rows of a chunk. Grid: (C / 16 chunks B H,). Lower: L, (B, H, chunks, C, C) in float32. Others: as in forward.py."""
     blocks: tl.constexpr = C // 16
@@ -91,14 +91,14 @@ def channel_pairs(
         lower = tl.where(is_here, tl.sum(k * key, 1)[:, None], lower)
     lower *= numbers(Beta + batch * beta_b + head * beta_h, chunk * C + own, length, beta_s)[:, None]
     of_pairs = own[:, None] * C + i[None, :]
-    store_parts(Pairs, at * PLANES * C * C + of_pairs, C * C, pairs, PARTS)
+    store_parts(Pairs, at * PLANES * C * C + of_pairs, C * C, pairs, OF_PAIRS)
     tl.store(Lower + at * C * C + of_pairs, tl.where(own[:, None] > i[None, :], lower, 0.0))
 
 
 @assembled_jit(do_not_specialize=["length", "chunks"])
 def channel_inverse(
-    Beta, Lower, Inverse, Factors, heads, length, chunks, beta_b, beta_s, beta_h,
-    C: tl.constexpr, PARTS: tl.constexpr, PLANES: tl.constexpr,
+    V, Beta, Lower, Inverse, Factors, heads, length, chunks, v_b, v_s, v_h, beta_b, beta_s, beta_h,
+    C: tl.constexpr, DV: tl.constexpr, WV: tl.constexpr, PARTS: tl.constexpr, PLANES: tl.constexpr,
 ):  # fmt: skip
     """Compute T of L. Grid: (chunks B H,). Factors: the last two alone."""
     at = tl.program_id(0).to(tl.int64)
@@ -107,6 +107,9 @@ def channel_inverse(
     of_pairs = i[:, None] * C + i[None, :]
     found = inverse(tl.load(Lower + at * C * C + of_pairs), Inverse + at * PLANES * C * C, C, PARTS)
     store_parts(Inverse, at * PLANES * C * C + of_pairs, C * C, found, PARTS)
-    beta = numbers(Beta + row // heads * beta_b + row % heads * beta_h, chunk * C + i, length, beta_s)
+    batch, head, token = row // heads, row % heads, chunk * C + i
+    beta = numbers(Beta + batch * beta_b + head * beta_h, token, length, beta_s)
+    v = rows(V + batch * v_b + head * v_h, token, length, v_s, tl.arange(0, WV), DV, WV)
+    is_bad = has_bad(v.to(tl.float32) * beta[:, None]) | has_bad(found)
     tl.store(Factors + at * 5 * C + 3 * C + i, beta)
-    tl.store(Factors + at * 5 * C + 4 * C + i, tl.where(has_bad(found), float("nan"), beta))
+    tl.store(Factors + at * 5 * C + 4 * C + i, i * 0.0 + tl.where(is_bad, 1.0, 0.0))

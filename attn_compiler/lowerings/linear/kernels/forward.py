@@ -28,7 +28,6 @@ from attn_compiler.lowerings.linear.kernels.tiles import (
     store_rows,
     store_state,
     stored_product,
-    sums_of,
     without_bad,
 )
 from attn_compiler.lowerings.shared.kernels.releases_assembler_sm90 import assembled_jit
@@ -36,31 +35,35 @@ from attn_compiler.lowerings.shared.kernels.releases_assembler_sm90 import assem
 
 @assembled_jit(do_not_specialize=["length", "chunks"])
 def head_chunks(
-    Q, K, G, Beta, Inverse, Pairs, Sums, Norms, Factors,
+    Q, K, V, G, Beta, Inverse, Pairs, Sums, Norms, Factors,
     heads, group, length, chunks, scale, eps,
-    q_b, q_s, q_h, k_b, k_s, k_h, g_b, g_s, g_h, beta_b, beta_s, beta_h,
-    C: tl.constexpr, DK: tl.constexpr, WK: tl.constexpr, DELTA: tl.constexpr, NORM: tl.constexpr, PARTS: tl.constexpr,
-    PLANES: tl.constexpr,
+    q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, g_b, g_s, g_h, beta_b, beta_s, beta_h,
+    C: tl.constexpr, DK: tl.constexpr, WK: tl.constexpr, DV: tl.constexpr, WV: tl.constexpr, DELTA: tl.constexpr, NORM: tl.constexpr,
+    PARTS: tl.constexpr, PLANES: tl.constexpr, OF_PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (chunks B H,). Q, K: (B, S, H / group, DK). G, Beta: (B, S, H). Inverse (with DELTA alone), Pairs: T and P, (B, H, chunks, C,
-    C). Sums: c in two parts, (B, H, chunks, 2, C). Norms: b and a, (B, H, chunks, 2, C). Factors: e b, e a,
-    r a, β, and with DELTA β or NaN if T is not finite, (B, H, chunks, 5, C). All results in float32."""
+    """Grid: (chunks B H,). Q, K: (B, S, H / group, DK). V: (B, S, H, DV). G, Beta: (B, S, H). Inverse (with DELTA alone), Pairs: T and P,
+    (B, H, chunks, C, C). Sums: c in two parts, (B, H, chunks, 2, C). Norms: b and a, (B, H, chunks, 2, C). Factors: e b, e a, r a, β, and
+    exp(c at the end), but first 1 if β v or T holds a number that is not finite, else 0; (B, H, chunks, 5, C). All results in float32."""
     at = tl.program_id(0).to(tl.int64)
     row, chunk = at // chunks, (at % chunks).to(tl.int32)
     batch, head = row // heads, row % heads
     i, d = tl.arange(0, C), tl.arange(0, WK)
     token = chunk * C + i
-    c, less = exact_sums(numbers(G + batch * g_b + head * g_h, token, length, g_s))
-    tl.store(Sums + at * 2 * C + i, c)
-    tl.store(Sums + at * 2 * C + C + i, less)
+    # All are loaded before any is used.
+    g = numbers(G + batch * g_b + head * g_h, token, length, g_s)
+    beta = numbers(Beta + batch * beta_b + head * beta_h, token, length, beta_s)
     k = rows(K + batch * k_b + head // group * k_h, token, length, k_s, d, DK, WK)
     q = rows(Q + batch * q_b + head // group * q_h, token, length, q_s, d, DK, WK)
+    v = rows(V + batch * v_b + head * v_h, token, length, v_s, tl.arange(0, WV), DV, WV)
+    is_bad = has_bad(v.to(tl.float32) * beta[:, None])
+    c, less = exact_sums(g)
+    tl.store(Sums + at * 2 * C + i, c)
+    tl.store(Sums + at * 2 * C + C + i, less)
     a, b = norm_factor(k, eps, NORM), norm_factor(q, eps, NORM) * scale
     tl.store(Norms + at * 2 * C + i, b)
     tl.store(Norms + at * 2 * C + C + i, a)
-    tl.debug_barrier()
-    _, _, rest = sums_of(Sums + at * 2 * C, i, C)  # of other threads, too
-    beta = numbers(Beta + batch * beta_b + head * beta_h, token, length, beta_s)
+    end = tl.sum(tl.where(i == C - 1, c, 0.0), 0)
+    rest = (end - c) + (tl.sum(tl.where(i == C - 1, less, 0.0), 0) - less)
     Factors += at * 5 * C + i
     tl.store(Factors, tl.exp(c) * b)
     tl.store(Factors + C, tl.exp(c) * a)
@@ -70,13 +73,14 @@ def head_chunks(
     decay = tl.where(is_seen, tl.exp(tl.where(is_seen, pairs_of(c, less), 0.0)), 0.0) * a[None, :]
     pairs = tl.where(is_seen, product(q, tl.trans(k), PARTS) * decay * b[:, None], 0.0)
     of_pairs, plane = at * PLANES * C * C + i[:, None] * C + i[None, :], C * C
-    store_parts(Pairs, of_pairs, plane, pairs, PARTS)
+    store_parts(Pairs, of_pairs, plane, pairs, OF_PAIRS)
     if DELTA:
         lower = product(k, tl.trans(k), PARTS) * decay * (beta * a)[:, None]
         lower = tl.where(i[:, None] > i[None, :], lower, 0.0)
         found = inverse(lower, Inverse + at * PLANES * C * C, C, PARTS)
         store_parts(Inverse, of_pairs, plane, found, PARTS)
-        tl.store(Factors + 4 * C, tl.where(has_bad(found), float("nan"), beta))
+        is_bad = is_bad | has_bad(found)
+    tl.store(Factors + 4 * C, tl.where(i == 0, tl.where(is_bad, 1.0, 0.0), tl.exp(end)))
 
 
 @assembled_jit(do_not_specialize=["length", "chunks", "pieces", "of_piece"])
@@ -134,9 +138,8 @@ def state_pass(
         v = tl.trans(rows(V, token, length, v_s, e, DV, WIDE)).to(tl.float32)
         u = (v - seen if DELTA else v) * tl.load(factors + 3 * C)[None, :]
         # A number that is not finite reaches no token before its own.
-        first = tl.zeros([BV], tl.int32) + C
+        is_bad, first = tl.load(Factors + at * 5 * C + 4 * C) != 0.0, tl.zeros([BV], tl.int32) + C
         if DELTA:
-            is_bad = has_bad(v * tl.load(factors + 4 * C)[None, :])
             if is_bad:
                 first = first_bad(tl.trans(u), i, C)
                 u = without_bad(u)
@@ -145,8 +148,6 @@ def state_pass(
                 u = tl.where(i[None, :] >= first[:, None], float("nan"), u)
             if Values is not None:
                 store_rows(Values + at * C * DV, tl.trans(u), i, C, DV, e, DV, WV)
-        else:
-            is_bad = has_bad(u)
         clean = u
         if is_bad:
             first = first_bad(tl.trans(u), i, C)

@@ -162,7 +162,7 @@ def inverse(lower, Scratch, C: tl.constexpr, PARTS: tl.constexpr):
     are. Then 1 + lower = (1 + D)(1 + N), and N is nilpotent over C / 16 blocks. Scratch: memory of this program alone, at least 64 C bytes.
     """
     i = tl.arange(0, C)
-    first = tl.min(first_bad(lower, i, C), 0)
+    first = tl.min(tl.min(tl.where(tl.abs(lower) < float("inf"), C, i[:, None]), 1), 0)
     lower = without_bad(lower)
     is_block = (i[:, None] // 16) == (i[None, :] // 16)
     # Through memory each thread reads the numbers that it needs: from thread to thread a row would take two barriers.
@@ -171,7 +171,7 @@ def inverse(lower, Scratch, C: tl.constexpr, PARTS: tl.constexpr):
     tl.debug_barrier()
     _store_inverses(Scratch, C)
     tl.debug_barrier()
-    found = tl.load(Scratch + i[:, None] * 16 + i[None, :] % 16, mask=is_block, other=0.0)
+    found = tl.load(Scratch + i[None, :] * 16 + i[:, None] % 16, mask=is_block, other=0.0)
     if C > 16:
         one = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
         rest = product(found, tl.where(is_block, 0.0, lower), PARTS)
@@ -184,15 +184,15 @@ def inverse(lower, Scratch, C: tl.constexpr, PARTS: tl.constexpr):
 
 @triton.jit
 def _store_inverses(Blocks, C: tl.constexpr):
-    """Replace blocks on the diagonal, (C, 16), by the `inverse` of each."""
+    """Replace blocks on the diagonal, (C, 16), by the `inverse` of each, turned. No sum over the last axis crosses warps."""
     n = tl.arange(0, C // 16)[:, None, None]
-    row, column = tl.arange(0, 16)[None, :, None], tl.arange(0, 16)[None, None, :]
+    row, column = tl.arange(0, 16)[None, None, :], tl.arange(0, 16)[None, :, None]
     found = tl.zeros([C // 16, 16, 16], tl.float32) + tl.where(row == column, 1.0, 0.0)
     for at in tl.static_range(1, 16):
-        change = tl.sum(tl.load(Blocks + (n * 16 + at) * 16 + row) * found, 1)
-        found = tl.where(row == at, found - change[:, None, :], found)
+        change = tl.sum(tl.load(Blocks + (n * 16 + at) * 16 + row) * found, 2)
+        found = tl.where(row == at, found - change[:, :, None], found)
     tl.debug_barrier()
-    tl.store(Blocks + (n * 16 + row) * 16 + column, found)
+    tl.store(Blocks + (n * 16 + column) * 16 + row, found)
 
 
 @triton.jit

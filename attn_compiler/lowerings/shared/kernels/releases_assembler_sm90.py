@@ -15,6 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend, get_ptxas_version
 from triton.compiler import compiler
+from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime.jit import JITFunction
 
 from attn_compiler.spec.assemblers import hopper_assembler
@@ -43,6 +44,15 @@ class AssembledKernel(JITFunction):  # type: ignore[misc,type-arg]
         compiled, keys, target, backend, binder = super().create_binder()
         self.compile = compile_kernel
         return compiled, keys, target, NewerAssembler(target) if _is_told(target) else backend, binder
+
+
+class AssembledGluon(AssembledKernel, GluonJITFunction):  # type: ignore[misc,type-arg]
+    """Such a kernel in Gluon."""
+
+
+def assembled_gluon(**options: Any) -> Callable[[Any], Any]:
+    """Decorate a kernel in Gluon that is launched, in place of `gluon.jit`."""
+    return lambda function: AssembledGluon(function, **options)
 
 
 def assembled_jit(function: Any = None, **options: Any) -> Any:

@@ -24,14 +24,17 @@ from attn_compiler.lowerings.shared.launching import compiling
 from attn_compiler.spec.assemblers import Assembler, _release_of
 from benchmarks.kernel_code import _Driver
 
-_TENSORS = (triton.MockTensor(tl.float32),) * 4
-_NUMBERS = dict.fromkeys("heads length chunks beta_b beta_s beta_h C".split(), 64) | {"PARTS": 3, "PLANES": 3}
+_TENSORS = (triton.MockTensor(tl.float32),) * 5
+_NUMBERS = dict.fromkeys("heads length chunks v_b v_s v_h beta_b beta_s beta_h C DV WV".split(), 64) | {
+    "PARTS": 3,
+    "PLANES": 3,
+}
 
 
 @triton.jit
 def somebody_elses(
-    Beta, Lower, Inverse, Factors, heads, length, chunks, beta_b, beta_s, beta_h,
-    C: tl.constexpr, PARTS: tl.constexpr, PLANES: tl.constexpr,
+    V, Beta, Lower, Inverse, Factors, heads, length, chunks, v_b, v_s, v_h, beta_b, beta_s, beta_h,
+    C: tl.constexpr, DV: tl.constexpr, WV: tl.constexpr, PARTS: tl.constexpr, PLANES: tl.constexpr,
 ):  # fmt: skip
     tl.store(Inverse + tl.arange(0, C), tl.load(Lower + tl.arange(0, C)))
 

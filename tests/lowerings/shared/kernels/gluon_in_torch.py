@@ -247,7 +247,7 @@ def _load(pointer: Pointer, mask: Tensor | None = None, other: float = 0.0) -> A
     return torch.where(mask, pointer.memory[torch.where(mask, at, 0)], torch.tensor(other))
 
 
-def _store(pointer: Pointer, value: Tensor, mask: Tensor) -> None:
+def _store(pointer: Pointer, value: Tensor, mask: Any = True) -> None:
     mask = torch.as_tensor(mask).broadcast_to(value.shape)
     pointer.memory[pointer.offset[mask]] = value[mask].to(pointer.memory.dtype)
 
@@ -296,6 +296,8 @@ def _assembly(meeting: Any, asm: str, constraints: str, args: Sequence[Any], dty
         meeting.wait(PATIENCE)
     if "ld.acquire.gpu" in asm:
         return _await_number(first, further[0])
+    if "sub.f32" in asm:
+        return first.to(dtype[0]), first - first.to(dtype[0])  # type: ignore[index]
     if "x2.f32 $0" in asm:
         return first.to(dtype)
     if "tanh" in asm:
@@ -349,12 +351,7 @@ def _language(program: Sequence[int], programs: Sequence[int]) -> types.SimpleNa
         "multiple_of": lambda x, of: x,
         "convert_layout": lambda x, layout, assert_trivial=False: x,
         "inline_asm_elementwise": functools.partial(_assembly, threading.Barrier(2)),
-        "uint8": torch.uint8,
-        "bfloat16": torch.bfloat16,
-        "float32": torch.float32,
-        "int32": torch.int32,
-        "int64": torch.int64,
-        "int8": torch.int8,
+        **{name: getattr(torch, name) for name in ("uint8", "bfloat16", "float32", "int32", "int64", "int8")},
         "float8e4nv": torch.float8_e4m3fn,
     }
     layouts = (
