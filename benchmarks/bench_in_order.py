@@ -37,7 +37,7 @@ from attn_compiler.lowerings.choice.timed.eager import EagerEmitter
 from attn_compiler.lowerings.hopper.call import backward_of
 from attn_compiler.lowerings.hopper.plan import blocks_of, grad_blocks_of, has_backward, is_ordered
 from attn_compiler.lowerings.shared.launching import ahead, dry_tensors, persistent
-from attn_compiler.lowerings.shared.parts import part_tensors
+from attn_compiler.lowerings.shared.parts import part_tensors, site_parts
 from attn_compiler.spec.target import Target
 from benchmarks import bench_select, harness, kernel_cases, kernel_timing, select_cases
 from benchmarks.harness import Bench, arg
@@ -83,7 +83,9 @@ def build(case: Case, device: str) -> Built:
     """The tensors of a case. The lists of tiles are those that the lowering would make."""
     problem = kernel_cases.build(case, device=device, dtype=torch.bfloat16, training=True)
     spec = problem.spec
-    tiles = dataclasses.replace(problem.tiles, forward=blocks_of(spec).tile, grad_kv=grad_blocks_of(spec).tile)
+    tiles = dataclasses.replace(
+        problem.tiles, forward=blocks_of(spec).tile, grad_kv=grad_blocks_of(spec, site_parts.make_plan(spec)).tile
+    )
     target = Target.current(device)
     emitter: Any = EagerEmitter(target)
     site = kernel_cases.site_of(emitter, problem.q, problem.k, problem.v, problem.given)

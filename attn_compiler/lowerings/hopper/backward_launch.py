@@ -62,7 +62,7 @@ def _rows_together(prepared: Prepared) -> int:
     """Return the largest block of queries of all kernels that read or write row stats. Each block is a power of two."""
     tiles = prepared.call.tiles
     spec = prepared.call.spec
-    own = wide_launch.LISTED if is_wide(spec) else grad_blocks_of(spec).queries
+    own = wide_launch.LISTED if is_wide(spec) else grad_blocks_of(spec, prepared.plan).queries
     return max(STATS_BLOCK, _AROUND, own, tiles.grad_q.queries, tiles.grad_kv.queries)
 
 
@@ -133,7 +133,8 @@ def before_arguments(shared: Backward) -> Arguments:
 def rank_arguments(shared: Backward) -> Arguments:
     """Arguments of the kernel that ranks the blocks of each list."""
     listed = shared.tensors["tiles_by_key"]
-    spec, blocks = shared.prepared.call.spec, grad_blocks_of(shared.prepared.call.spec)
+    spec = shared.prepared.call.spec
+    blocks = grad_blocks_of(spec, shared.prepared.plan)
     tiles = triton.cdiv(shared.tensors["Q"].shape[2], blocks.queries)
     numbers: dict[str, Any] = {**lists(listed), "tiles": tiles, "ORDERED": is_ordered(spec)}
     numbers |= {"blocks": triton.cdiv(shared.tensors["K"].shape[2], blocks.keys)}
@@ -180,7 +181,7 @@ def sum_arguments(shared: Backward, name: str) -> Arguments:
 def main_arguments(shared: Backward) -> Arguments:
     """Arguments of the backward kernel itself."""
     prepared, q, k = shared.prepared, shared.tensors["Q"], shared.tensors["K"]
-    blocks = grad_blocks_of(prepared.call.spec)
+    blocks = grad_blocks_of(prepared.call.spec, prepared.plan)
     every = shared.numbers()
     in_head, heads_of_all = triton.cdiv(k.shape[2], blocks.keys), q.shape[0] * q.shape[1]
     differ = every["HAS_RIGHT"] or is_ordered(prepared.call.spec)

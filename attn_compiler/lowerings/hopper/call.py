@@ -75,7 +75,7 @@ def _grad_tiles(family: str | None, spec: AttentionSpec, of_triton: Tiles) -> Ti
     if family == FAMILY and is_wide(spec):
         return wide_grad_tiles(of_triton, spec)
     if family in (FAMILY, IN_ORDER):
-        return dataclasses.replace(of_triton, grad_kv=grad_blocks_of(spec).tile)
+        return dataclasses.replace(of_triton, grad_kv=grad_blocks_of(spec, site_parts.make_plan(spec)).tile)
     return of_triton if family == FOR_ALL else None
 
 

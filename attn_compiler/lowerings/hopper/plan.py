@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from attn_compiler.lowerings.base import Tile, Tiles
 from attn_compiler.lowerings.choice import head_parts
 from attn_compiler.lowerings.shared.parts import site_parts
-from attn_compiler.lowerings.shared.parts.kernel_plan import head_dim_sums, head_dim_tiles
+from attn_compiler.lowerings.shared.parts.kernel_plan import Plan, head_dim_sums, head_dim_tiles
+from attn_compiler.lowerings.shared.parts.site_parts import Parts
 from attn_compiler.spec import dims
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.dtypes import BYTES
@@ -194,14 +195,15 @@ _FROM = 1024
 #: By the largest head dim, rounded up to a power of two. H200, TFLOP/s, causal, S 8192 (backward_trials_h200.csv): D 64 with 64 queries 387
 #: to 391, with these 452. D 128 with 232 registers 467, with these 514.
 GRAD_BLOCKS = {64: GradBlocks(queries=128, stages=2), 128: GradBlocks(queries=64, stages=2)}
-#: beside a bias of narrow heads, which leaves no room for more
-BIASED = GradBlocks(queries=64, stages=3, registers=216)
+#: of narrow heads beside more than a band, where tiles of 128 queries were not timed; a bias leaves no room for them
+NARROW = GradBlocks(queries=64, stages=3, registers=216)
 
 
-def grad_blocks_of(spec: AttentionSpec) -> GradBlocks:
+def grad_blocks_of(spec: AttentionSpec, parts: Parts | Plan) -> GradBlocks:
     """Return the blocks of a spec. Raises TypeError for head dims that are not known, and KeyError for those that are too wide."""
     widest = max(head_dim_tiles(spec))
-    return BIASED if site_parts.make_plan(spec).bias and widest == min(GRAD_BLOCKS) else GRAD_BLOCKS[widest]
+    beside = any((parts.rows, parts.keys, parts.documents, parts.mask, parts.bias, parts.slopes))
+    return NARROW if beside and widest == min(GRAD_BLOCKS) else GRAD_BLOCKS[widest]
 
 
 def has_backward(spec: AttentionSpec) -> bool:

@@ -66,7 +66,7 @@ def build(case: Case, **given: Any) -> Problem:
     if has_wide_backward(call.spec):
         tiles = wide_grad_tiles(tiles, call.spec)
     elif has_backward(call.spec):
-        tiles = dataclasses.replace(tiles, grad_kv=grad_blocks_of(call.spec).tile)
+        tiles = dataclasses.replace(tiles, grad_kv=grad_blocks_of(call.spec, problem.plan).tile)
     ordered = is_ordered(call.spec)
     lists = kernel_problems.lists(case, problem.named, tiles, str(problem.q.device), ordered=ordered)
     return dataclasses.replace(problem, named=problem.named | lists)

@@ -155,7 +155,7 @@ def test_sums_of_dq_are_the_same_to_the_last_bit_in_every_run() -> None:
 @pytest.mark.parametrize(("queries", "stages"), [(64, 2), (128, 2), (64, 4)])
 def test_any_blocks(queries: int, stages: int, in_order: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With 128 queries each warpgroup takes half of these of dq, else half of its columns."""
-    monkeypatch.setattr(plan, "GRAD_BLOCKS", {64: plan.GradBlocks(queries=queries, stages=stages)})
+    monkeypatch.setattr(plan, "NARROW", plan.GradBlocks(queries=queries, stages=stages))
     problem = problems.build(Case(name=f"hopper blocks {queries} {stages}", keys="left", **_EVEN, **_CAUSAL))
     kernel_problems.assert_within_rule(problems.results(problem, in_order=in_order), problem)
 
@@ -228,7 +228,7 @@ def test_without_queries_the_first_kernel_sets_the_counter_too() -> None:
 
 def test_blocks_are_those_of_the_head_dim() -> None:
     problem = problems.build(Case(name="hopper blocks of 128", head_dim=128, **_EVEN))
-    found = plan.grad_blocks_of(kernel_problems.Call.from_text(problem.text).spec)
+    found = plan.grad_blocks_of(kernel_problems.Call.from_text(problem.text).spec, problem.plan)
     assert found == plan.GRAD_BLOCKS[128]
     assert dataclasses.replace(found, queries=128).sum_columns(128) == 128
     assert found.sum_columns(128) == 64

@@ -286,7 +286,7 @@ def test_lists_are_made_for_the_tiles_of_whoever_reads_them() -> None:
     own = call_of(spec, H200)
     assert own.tiles.forward == blocks_of(spec).tile != of_triton.forward
     assert own.grad_tiles is not None
-    assert own.grad_tiles.grad_kv == grad_blocks_of(spec).tile != of_triton.grad_kv
+    assert own.grad_tiles.grad_kv == grad_blocks_of(spec, own.parts).tile != of_triton.grad_kv
     assert call_of(make_spec(mask=CAUSAL, **_CALL_LONG | {"head_dim": 256}), DETERMINISTIC).grad_tiles is not None
     assert call_of(make_spec(**_CALL_LONG), H200).grad_tiles is None
 
