@@ -82,10 +82,8 @@ class Built:
 def build(case: Case, device: str) -> Built:
     """The tensors of a case. The lists of tiles are those that the lowering would make."""
     problem = kernel_cases.build(case, device=device, dtype=torch.bfloat16, training=True)
-    spec = problem.spec
-    tiles = dataclasses.replace(
-        problem.tiles, forward=blocks_of(spec).tile, grad_kv=grad_blocks_of(spec, site_parts.make_plan(spec)).tile
-    )
+    spec, parts = problem.spec, site_parts.make_plan(problem.spec)
+    tiles = dataclasses.replace(problem.tiles, forward=blocks_of(spec).tile, grad_kv=grad_blocks_of(spec, parts).tile)
     target = Target.current(device)
     emitter: Any = EagerEmitter(target)
     site = kernel_cases.site_of(emitter, problem.q, problem.k, problem.v, problem.given)

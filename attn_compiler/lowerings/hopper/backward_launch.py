@@ -62,7 +62,7 @@ def _rows_together(prepared: Prepared) -> int:
     """Return the largest block of queries of all kernels that read or write row stats. Each block is a power of two."""
     tiles = prepared.call.tiles
     spec = prepared.call.spec
-    own = wide_launch.LISTED if is_wide(spec) else grad_blocks_of(spec, prepared.plan).queries
+    own = wide_launch.LISTED if is_wide(spec) else grad_blocks_of(prepared.call.spec, prepared.plan).queries
     return max(STATS_BLOCK, _AROUND, own, tiles.grad_q.queries, tiles.grad_kv.queries)
 
 
@@ -132,11 +132,10 @@ def before_arguments(shared: Backward) -> Arguments:
 
 def rank_arguments(shared: Backward) -> Arguments:
     """Arguments of the kernel that ranks the blocks of each list."""
-    listed = shared.tensors["tiles_by_key"]
-    spec = shared.prepared.call.spec
-    blocks = grad_blocks_of(spec, shared.prepared.plan)
+    prepared, listed = shared.prepared, shared.tensors["tiles_by_key"]
+    blocks = grad_blocks_of(prepared.call.spec, prepared.plan)
     tiles = triton.cdiv(shared.tensors["Q"].shape[2], blocks.queries)
-    numbers: dict[str, Any] = {**lists(listed), "tiles": tiles, "ORDERED": is_ordered(spec)}
+    numbers: dict[str, Any] = {**lists(listed), "tiles": tiles, "ORDERED": is_ordered(prepared.call.spec)}
     numbers |= {"blocks": triton.cdiv(shared.tensors["K"].shape[2], blocks.keys)}
     return own_arguments(
         grid=(triton.cdiv(tiles, _RANKED), listed.shape[1], listed.shape[0]),

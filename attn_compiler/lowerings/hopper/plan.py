@@ -9,7 +9,6 @@ from attn_compiler.lowerings.base import Tile, Tiles
 from attn_compiler.lowerings.choice import head_parts
 from attn_compiler.lowerings.shared.parts import site_parts
 from attn_compiler.lowerings.shared.parts.kernel_plan import Plan, head_dim_sums, head_dim_tiles
-from attn_compiler.lowerings.shared.parts.site_parts import Parts
 from attn_compiler.spec import dims
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.dtypes import BYTES
@@ -192,14 +191,13 @@ class GradBlocks:
 
 #: from this many keys on, a causal backward is at least as fast as cuDNN's
 _FROM = 1024
-#: By the largest head dim, rounded up to a power of two. H200, TFLOP/s, causal, S 8192 (backward_trials_h200.csv): D 64 with 64 queries 387
-#: to 391, with these 452. D 128 with 232 registers 467, with these 514.
+#: By the largest head dim, rounded up to a power of two: D 64 has 452 TFLOP/s, and with 64 queries 387 (backward_trials_h200.csv).
 GRAD_BLOCKS = {64: GradBlocks(queries=128, stages=2), 128: GradBlocks(queries=64, stages=2)}
 #: of narrow heads beside more than a band, where tiles of 128 queries were not timed; a bias leaves no room for them
 NARROW = GradBlocks(queries=64, stages=3, registers=216)
 
 
-def grad_blocks_of(spec: AttentionSpec, parts: Parts | Plan) -> GradBlocks:
+def grad_blocks_of(spec: AttentionSpec, parts: site_parts.Parts | Plan) -> GradBlocks:
     """Return the blocks of a spec. Raises TypeError for head dims that are not known, and KeyError for those that are too wide."""
     widest = max(head_dim_tiles(spec))
     beside = any((parts.rows, parts.keys, parts.documents, parts.mask, parts.bias, parts.slopes))

@@ -206,12 +206,8 @@ class Analysis:
     def _attention(self, node: fx.Node) -> Value:
         pairs = self._pairs.get(node)
         if pairs is None:
-            return Value(
-                kind=Kind.LOST,
-                lost=KeepsPadding(
-                    Code.PADDING_OTHER_CALLS, POSITION_WISE, "an attention that was not understood", at=node
-                ),
-            )
+            seen = "an attention that was not understood"
+            return Value(kind=Kind.LOST, lost=KeepsPadding(Code.PADDING_OTHER_CALLS, POSITION_WISE, seen, at=node))
         operands = [x for x in node.args[:3] if isinstance(x, fx.Node)]
         for x in operands:
             value = self.value(x)
@@ -219,6 +215,9 @@ class Analysis:
             if value.packed is None or found != [forms.tags(self, dim) for dim in self._of_mask_dims()]:
                 rule = "q, k and v are (rows, heads, positions, head dim) of the tokens that the mask is of"
                 why = KeepsPadding(Code.PADDING_TOKENS, rule, f"not {x.name}: a cache, or other tokens", at=node)
+                if mutation.is_written_later(self.mirror, x):
+                    rule = "nothing writes in place to what is packed"
+                    why = KeepsPadding(Code.PADDING_WRITTEN, rule, f"{x.name} is written to later", at=x)
                 return Value(kind=Kind.LOST, lost=why)
         if self._inputs[operands[0]] != self._inputs[operands[1]]:
             # The mask tells of the keys' tokens alone. Queries may be others, in a batch of the same sizes.

@@ -124,3 +124,39 @@ def _gradients(output: Any, model: nn.Module) -> list[torch.Tensor]:
     assert isinstance(total, torch.Tensor)
     found = torch.autograd.grad(total, list(model.parameters()), allow_unused=True)
     return [torch.zeros(()) if x is None else x for x in found]
+
+
+# ---- endings ---------------------------------------------------------------------------------------------------------
+
+
+def masked_mean(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    kept = mask[..., None].expand(x.size()).float()
+    return F.normalize((x * kept).sum(1) / kept.sum(1).clamp(min=1e-9))
+
+
+def first(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x[:, 0])
+
+
+def last(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return x[:, -1] * 2
+
+
+def loss(x: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(x.view(-1, WIDTH), labels.view(-1))
+
+
+def weighed_loss(x: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    each = F.cross_entropy(x.view(-1, WIDTH), labels.view(-1), reduction="none").view(labels.shape)
+    return (each * mask).sum() / mask.sum()
+
+
+def labels_of(mask: torch.Tensor) -> torch.Tensor:
+    return (ids_of(mask) % WIDTH).masked_fill(mask == 0, -100)
+
+
+def between_axes_of_one(x: torch.Tensor) -> torch.Tensor:
+    """Any of these axes could be that of the one row."""
+    places = torch.linspace(0.5, 1.0, x.shape[1])
+    x = (x.squeeze(0) * places[:, None])[None, None].transpose(0, 1).squeeze(1)
+    return (x.transpose(0, 1) + 0.1 * places[:, None, None]).movedim(1, 0)

@@ -24,40 +24,20 @@ from tests.passes.unpad.encoder import (
     Encoder,
     Ending,
     Windowed,
+    between_axes_of_one,
     check,
     compiled,
+    first,
     ids_of,
+    labels_of,
+    last,
+    loss,
     mask_of,
+    masked_mean,
     on_real_tokens,
     report,
+    weighed_loss,
 )
-
-
-def masked_mean(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    kept = mask[..., None].expand(x.size()).float()
-    return F.normalize((x * kept).sum(1) / kept.sum(1).clamp(min=1e-9))
-
-
-def first(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    return torch.tanh(x[:, 0])
-
-
-def last(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    return x[:, -1] * 2
-
-
-def loss(x: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(x.view(-1, WIDTH), labels.view(-1))
-
-
-def weighed_loss(x: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    each = F.cross_entropy(x.view(-1, WIDTH), labels.view(-1), reduction="none").view(labels.shape)
-    return (each * mask).sum() / mask.sum()
-
-
-def labels_of(mask: torch.Tensor) -> torch.Tensor:
-    return (ids_of(mask) % WIDTH).masked_fill(mask == 0, -100)
-
 
 # ---- what is taken out ---------------------------------------------------------------------------------------------------
 
@@ -313,19 +293,12 @@ def test_models_whose_masks_are_no_padding_keep_it_in() -> None:
         torch.testing.assert_close(out, model(ids_of(MASK), MASK))
 
 
-def _between_axes_of_one(x: torch.Tensor) -> torch.Tensor:
-    """Any of these axes could be that of the one row."""
-    places = torch.linspace(0.5, 1.0, x.shape[1])
-    x = (x.squeeze(0) * places[:, None])[None, None].transpose(0, 1).squeeze(1)
-    return (x.transpose(0, 1) + 0.1 * places[:, None, None]).movedim(1, 0)
-
-
 @pytest.mark.parametrize(("dynamic", "left"), [(False, False), (True, True)])
 @pytest.mark.parametrize("kind", [Encoder, Decoder, Windowed])
 def test_a_batch_of_one_row_leaves_padding_out(kind: type[Encoder], left: bool, dynamic: bool) -> None:
     mask = mask_of(4, left=left)
     for ending in (None, masked_mean, last if left else first, loss, weighed_loss):
-        model = kind(between=_between_axes_of_one, ending=ending)
+        model = kind(between=between_axes_of_one, ending=ending)
         further = {"labels": labels_of(mask)} if ending in (loss, weighed_loss) else {}
         steps = check(model, mask, compiled(model, dynamic=dynamic), **further).steps
         assert steps is not None
