@@ -11,7 +11,7 @@ from torch import fx
 
 from attn_compiler.passes.graph import axes, axis_rules, gradients, mutation, views
 from attn_compiler.passes.graph.axes import Atom, AxisError, Dims
-from attn_compiler.passes.graph.mirror import Mirror
+from attn_compiler.passes.graph.mirror import Mirror, opaque
 from attn_compiler.passes.graph.site import Site
 from attn_compiler.passes.unpad import exits, forms, indexing, rules
 from attn_compiler.passes.unpad.exits import RuntimeFact
@@ -96,11 +96,12 @@ class Analysis:
     def _whole(self, node: fx.Node, dims: Dims = (), number: float | None = None) -> FormRecipe | None:
         """Return the recipe of the model's own tensor: it is known at padding, or made of operands that are."""
         number = 0 if self.is_shared else number
-        if number is not None and forms.has_both(self, dims):
+        if number is not None and number == number and forms.has_both(self, dims):
             with contextlib.suppress(KeepsPadding):
                 return indexing.unpacked(self, node, dims, number)
-        is_known = all(self._values[x].is_whole for x in node.all_input_nodes)
-        return forms.call(node, {}) if is_known and not rules.draws(node) and not mutation.writes(node) else None
+        is_known = number == number and all(self._values[x].is_whole for x in node.all_input_nodes)
+        is_refused = rules.draws(node) or mutation.writes(node) or node.target is opaque
+        return forms.call(node, {}) if is_known and not is_refused else None
 
     def _made_of(self, node: fx.Node) -> frozenset[fx.Node]:
         """Return the inputs of (rows, positions, ...) that a value is computed from."""

@@ -89,7 +89,7 @@ class Value:
     dims: its axes; those of rows and positions hold the analysis' own atoms.
     packed: the recipe for real tokens alone; None if there is none.
     returned: the recipe of the model's own tensor, of a RETURNED value, and of a PACKED one if it is known; None if there is none.
-    at_padding: the number that it holds at padding; None if that is not known.
+    at_padding: the number that it holds at padding; None if that is not known, and NaN if it depends on the sign of a zero.
     several: for an op with several results, the axes of each.
     lost: for a LOST value, the reason.
     """

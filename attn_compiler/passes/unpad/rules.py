@@ -6,6 +6,7 @@ operands. A rule claims nothing of what a tensor means: any input of (rows, posi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -90,14 +91,18 @@ def _chosen(context: Context, node: fx.Node, condition: Any, if_true: Any, if_fa
 def _folded(context: Context, node: fx.Node) -> Number | None:
     """Apply the op to the numbers that its operands hold."""
     tensors = _tensors(node)
-    numbers = {x: context.value(x).at_padding for x in tensors}
-    is_random = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
-    others = [x for x in node.all_input_nodes if x not in numbers]
-    if not tensors or others or is_random or None in numbers.values() or not callable(node.target):
+    numbers = [context.value(x).at_padding for x in tensors]
+    are_all = len(tensors) == len(node.all_input_nodes) and all(x is not None and x == x for x in numbers)
+    if not tensors or not are_all or draws(node) or not callable(node.target):
         return None
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: torch.tensor(numbers[x], dtype=x.meta["val"].dtype))
-    found = node.target(*args, **kwargs)
-    return found.item() if isinstance(found, torch.Tensor) and found.dtype == node.meta["val"].dtype else None
+    found = []
+    for zero in (0.0, -0.0):
+        of = {x: torch.tensor(own or zero, dtype=x.meta["val"].dtype) for x, own in zip(tensors, numbers, strict=True)}
+        args, kwargs = fx.map_arg((node.args, node.kwargs), of.__getitem__)
+        found.append(node.target(*args, **kwargs))
+    if not all(isinstance(x, torch.Tensor) and x.dtype == node.meta["val"].dtype for x in found):
+        return None
+    return found[0].item() if torch.equal(*found) else math.nan
 
 
 def _tensors(node: fx.Node) -> Sequence[fx.Node]:
@@ -113,7 +118,7 @@ def _number(context: Context, x: Any) -> Number | None:
 def _cast(number: Number | None, node: fx.Node) -> Number | None:
     """Convert the number to the dtype of a result."""
     x = node.meta.get("val")
-    if number is None or not isinstance(x, torch.Tensor) or x.dtype.is_complex:
+    if number is None or number != number or not isinstance(x, torch.Tensor) or x.dtype.is_complex:
         return None
     found: Number = torch.tensor(number, device="cpu").to(x.dtype).item()
     return found

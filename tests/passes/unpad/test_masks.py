@@ -252,6 +252,9 @@ AT_PADDING_OTHER: dict[str, Pooling] = {
     "a mask of something else": lambda x, m: (x * _wide(m.flip(1))).sum(1),
     "a threshold below 0": lambda x, m: (x * (_wide(m).float() > -0.5)).sum(1),
     "dropout of the mask": lambda x, m: (x * (1 - torch.bernoulli(_wide(m).float()))).sum(1),
+    "the sign of a zero": lambda x, m: torch.signbit(x * _wide(m)).cumsum(1),
+    "infinities of both signs": lambda x, m: (1 / (x * _wide(m))).sigmoid().sum(1),
+    "a call that is not looked into": lambda x, m: torch.vmap(lambda y: y.cumsum(0))(x * _wide(m)),
 }
 
 
