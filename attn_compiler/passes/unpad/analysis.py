@@ -73,10 +73,12 @@ class Analysis:
     def _seen(self, node: fx.Node) -> Value:
         if node.op != "call_function":
             return self._leaf(node)
-        lost = next((self._values[x].lost for x in node.all_input_nodes if self._values[x].kind is Kind.LOST), None)
+        given = [self._values[x] for x in node.all_input_nodes]
+        lost = next((x.lost for x in given if x.kind is Kind.LOST), None)
+        if node.target is aten.as_strided.default and any(x.kind is not Kind.ORIGINAL for x in given):
+            lost = lost or forms.refused(node, "it reads memory as it lies, and strides may differ")
         if lost is not None:
             return Value(kind=Kind.LOST, lost=lost)
-        given = [self._values[x] for x in node.all_input_nodes]
         is_exact = all(value.is_exact for value in given)
         if node.target is SDPA:
             return self._attention(node)

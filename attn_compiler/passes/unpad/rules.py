@@ -100,9 +100,8 @@ def _folded(context: Context, node: fx.Node) -> Number | None:
         of = {x: torch.tensor(own or zero, dtype=x.meta["val"].dtype) for x, own in zip(tensors, numbers, strict=True)}
         args, kwargs = fx.map_arg((node.args, node.kwargs), of.__getitem__)
         found.append(node.target(*args, **kwargs))
-    if not all(isinstance(x, torch.Tensor) and x.dtype == node.meta["val"].dtype for x in found):
-        return None
-    return found[0].item() if torch.equal(*found) else math.nan
+    are_alike = all(isinstance(x, torch.Tensor) and x.dtype == node.meta["val"].dtype for x in found)
+    return (found[0].item() if torch.equal(*found) else math.nan) if are_alike else None
 
 
 def _tensors(node: fx.Node) -> Sequence[fx.Node]:

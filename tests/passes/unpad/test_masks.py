@@ -254,6 +254,7 @@ AT_PADDING_OTHER: dict[str, Pooling] = {
     "dropout of the mask": lambda x, m: (x * (1 - torch.bernoulli(_wide(m).float()))).sum(1),
     "the sign of a zero": lambda x, m: torch.signbit(x * _wide(m)).cumsum(1),
     "infinities of both signs": lambda x, m: (1 / (x * _wide(m))).sigmoid().sum(1),
+    "memory as it lies": lambda x, m: (x * _wide(m)).cumsum(1).as_strided((WIDTH, 3), (1, WIDTH)),
     "a call that is not looked into": lambda x, m: torch.vmap(lambda y: y.cumsum(0))(x * _wide(m)),
 }
 
