@@ -15,16 +15,7 @@ from attn_compiler.passes.graph.mirror import Mirror, opaque
 from attn_compiler.passes.graph.site import Site
 from attn_compiler.passes.unpad import exits, forms, indexing, rules
 from attn_compiler.passes.unpad.exits import RuntimeFact
-from attn_compiler.passes.unpad.forms import (
-    POSITION_WISE,
-    FormRecipe,
-    Indexed,
-    KeepsPadding,
-    Kind,
-    Need,
-    Value,
-    places,
-)
+from attn_compiler.passes.unpad.forms import POSITION_WISE, FormRecipe, Indexed, KeepsPadding, Kind, Need, Value, places
 from attn_compiler.passes.unpad.masks import PackedPairs, Padding
 from attn_compiler.reasons.codes import Code
 
