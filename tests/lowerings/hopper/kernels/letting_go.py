@@ -18,6 +18,7 @@ from types import ModuleType
 import triton
 
 from attn_compiler.lowerings.hopper.kernels import backward_sm90, forward_added_sm90
+from attn_compiler.lowerings.linear.kernels import forward_sm90 as linear
 
 #: beyond the last of the scoreboards that instructions wait for
 _NONE = 6
@@ -45,13 +46,13 @@ PLACES: Mapping[str, Place] = {
         arrive="mbarrier.arrive(added.empty.",
     ),
     "attention_backward_sm90": Place(
-        module=backward_sm90,
-        load="tiles.added.index(2 * stage + consumer)",
-        arrive="mbarrier.arrive(barriers.q_empty.",
+        module=backward_sm90, load="tiles.added.index(2 * stage + consumer)", arrive="mbarrier.arrive(barriers.q_empty."
     ),
+    "state_pass_sm90": Place(module=linear, load="tiles.v.index(stage)", arrive="mbarrier.arrive(barriers.empty."),
 }
 #: further loads from shared memory in kernels for Hopper, by their first words: threads wrote what they read
-OF_THREADS = ("tiles.index(at)", "stats.slice(", "tiles.weights", "tiles.decay", "tiles.grads")
+OF_THREADS = ("tiles.index(at)", "stats.slice(", "tiles.weights", "tiles.decay", "tiles.grads", "tiles.firsts")
+OF_THREADS += ("factors.slice(", "tile.load(NUMBER)")
 
 
 @dataclass(frozen=True, kw_only=True)
