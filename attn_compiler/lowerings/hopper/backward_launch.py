@@ -62,7 +62,7 @@ def _rows_together(prepared: Prepared) -> int:
     """Return the largest block of queries of all kernels that read or write row stats. Each block is a power of two."""
     tiles = prepared.call.tiles
     spec = prepared.call.spec
-    own = wide_launch.LISTED if is_wide(spec) else grad_blocks_of(prepared.call.spec, prepared.plan).queries
+    own = wide_launch.LISTED if is_wide(spec) else grad_blocks_of(spec, prepared.plan).queries
     return max(STATS_BLOCK, _AROUND, own, tiles.grad_q.queries, tiles.grad_kv.queries)
 
 
