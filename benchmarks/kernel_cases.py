@@ -145,6 +145,7 @@ CASES: tuple[Case, ...] = (
     _odd(192, 128), _case("documents", documents=8, causal=False, **_FLEX), _plain(256, 8192, causal=True),
     *(_plain(head_dim, 2048, causal=True) for head_dim in (128, 64, 256)),
     *(_plain(head_dim, seqlen, causal=False) for seqlen in (8192, 2048) for head_dim in (128, 64, 256)),
+    *(_case(f"documents_{'causal' if causal else 'full'}_d64", head_dim=64, documents=8, causal=causal) for causal in (True, False)),
 )  # fmt: skip
 
 
