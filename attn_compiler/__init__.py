@@ -99,56 +99,36 @@ __all__ = [
     "verifications",
 ]
 
+#: what each module gives to this one
 _HOMES = {
-    "AttnCompilerError": "attn_compiler.reasons.errors",
-    "AttnCompilerWarning": "attn_compiler.reasons.errors",
-    "CannotCompare": "attn_compiler.reasons.errors",
-    "Comparison": "attn_compiler.compiling.comparing.comparison",
-    "CompileFailed": "attn_compiler.reasons.errors",
-    "ContextParallel": "attn_compiler.context_parallel",
-    "ContextParallelInput": "attn_compiler.reasons.errors",
-    "ContextParallelUnsupported": "attn_compiler.reasons.errors",
-    "CudnnRefused": "attn_compiler.reasons.errors",
-    "CurrentScaling": "attn_compiler.spec.fp8_recipe",
-    "DelayedScaling": "attn_compiler.spec.fp8_recipe",
-    "ExportUnsupported": "attn_compiler.reasons.errors",
-    "Fp8Recipe": "attn_compiler.spec.fp8_recipe",
-    "Fp8RecipeUnused": "attn_compiler.reasons.fp8_errors",
-    "Fp8StateInvalid": "attn_compiler.reasons.fp8_errors",
-    "Fp8StateMismatch": "attn_compiler.reasons.fp8_errors",
-    "Fp8StateOutdated": "attn_compiler.reasons.fp8_errors",
-    "InvalidOption": "attn_compiler.reasons.errors",
-    "LoweringUnavailable": "attn_compiler.reasons.errors",
-    "NotAnExportedProgram": "attn_compiler.reasons.errors",
-    "Options": "attn_compiler.options.options",
-    "PassFailed": "attn_compiler.reasons.errors",
-    "Report": "attn_compiler.reporting.report",
-    "ReportNotSaved": "attn_compiler.reasons.errors",
-    "Reports": "attn_compiler.reporting.report",
-    "StaticScaling": "attn_compiler.spec.fp8_recipe",
-    "UnknownOption": "attn_compiler.reasons.errors",
-    "UnsupportedTorch": "attn_compiler.reasons.errors",
-    "VerificationMismatch": "attn_compiler.reasons.errors",
-    "VerifyFailed": "attn_compiler.reasons.errors",
-    "compare": "attn_compiler.compiling.comparing.compare",
-    "comparer": "attn_compiler.compiling.comparing.compare",
-    "explain": "attn_compiler.compiling.explaining",
-    "explainer": "attn_compiler.compiling.explaining",
-    "fp8_state_dict": "attn_compiler.passes.writing.fp8_state",
-    "load_fp8_state_dict": "attn_compiler.passes.writing.fp8_state",
-    "reports": "attn_compiler.reporting.publishing",
-    "reset": "attn_compiler.reporting.publishing",
-    "rewrite": "attn_compiler.export",
-    "verifications": "attn_compiler.verifying",
+    "compiling.comparing.compare": ("compare", "comparer"),
+    "compiling.comparing.comparison": ("Comparison",),
+    "compiling.explaining": ("explain", "explainer"),
+    "context_parallel": ("ContextParallel",),
+    "export": ("rewrite",),
+    "options.options": ("Options",),
+    "passes.writing.fp8_state": ("fp8_state_dict", "load_fp8_state_dict"),
+    "reasons.errors": (
+        *("AttnCompilerError", "AttnCompilerWarning", "CannotCompare", "CompileFailed", "ContextParallelInput"),
+        *("ContextParallelUnsupported", "CudnnRefused", "ExportUnsupported", "InvalidOption", "LoweringUnavailable"),
+        *("NotAnExportedProgram", "PassFailed", "ReportNotSaved", "UnknownOption", "UnsupportedTorch"),
+        *("VerificationMismatch", "VerifyFailed"),
+    ),
+    "reasons.fp8_errors": ("Fp8RecipeUnused", "Fp8StateInvalid", "Fp8StateMismatch", "Fp8StateOutdated"),
+    "reporting.publishing": ("reports", "reset"),
+    "reporting.report": ("Report", "Reports"),
+    "spec.fp8_recipe": ("CurrentScaling", "DelayedScaling", "Fp8Recipe", "StaticScaling"),
+    "verifying": ("verifications",),
 }
 
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return importlib.import_module("importlib.metadata").version("attn_compiler")
-    if name not in _HOMES:
+    home = next((module for module, names in _HOMES.items() if name in names), None)
+    if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(f"{__name__}.{home}"), name)
 
 
 def __dir__() -> list[str]:

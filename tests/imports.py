@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "attn_compiler"
+
+#: a class of a lowering in lowerings/homes.py
+_CLASS = re.compile(r"([a-z0-9_]+\.[a-z0-9_]+)\.([A-Z]\w+)")
 
 Graph = Mapping[str, frozenset[str]]
 Statements = Callable[[list[ast.stmt]], Iterator[ast.stmt]]
@@ -126,8 +130,11 @@ def _at_import(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _anywhere(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    for statement in body:
-        yield from (node for node in ast.walk(statement) if isinstance(node, ast.Import | ast.ImportFrom))
+    for node in ast.walk(ast.Module(body, [])):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node
+        elif isinstance(node, ast.Constant) and (found := _CLASS.fullmatch(str(node.value))):
+            yield ast.ImportFrom(f"{PACKAGE}.lowerings.{found[1]}", [ast.alias(found[2])], 0)
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ NEXT_RELEASE = ("3.0", "0.2.0")
 SCRIPT = """
 import json, sys, torch
 from attn_compiler import passes
-from attn_compiler.lowerings import families
+import attn_compiler.lowerings.homes as homes
 from attn_compiler.reporting import publishing
 from attn_compiler.options import cache
 from attn_compiler.reporting.report import Report
@@ -30,9 +30,7 @@ passes.run_pipeline = lambda gm, options: Report(graph="", target="")
 publishing.publish = lambda report, options: None
 cache.package_version = lambda: version
 cache.sources_digest = lambda: "the same"  # the version alone has to be enough
-class Known:
-    name = "sdpa"
-families.LOWERINGS = (Known(),)
+homes.CLASSES = {"sdpa": ""}
 
 library = torch.library.Library("cache_safety", "FRAGMENT")
 library.define("identity(Tensor x) -> Tensor")
@@ -41,9 +39,7 @@ library.impl("identity", lambda x: x.clone(), "CPU")
 library.impl("times", lambda x, factor: x * factor, "CPU")
 torch.library.register_fake("cache_safety::identity", torch.empty_like)
 torch.library.register_fake("cache_safety::times", lambda x, factor: torch.empty_like(x))
-torch.library.register_autograd(
-    "cache_safety::identity", lambda ctx, grad: torch.ops.cache_safety.times(grad, factor)
-)
+torch.library.register_autograd("cache_safety::identity", lambda ctx, grad: torch.ops.cache_safety.times(grad, factor))
 
 def gradient_and_counts(backend, **options):
     torch._dynamo.reset()

@@ -228,12 +228,14 @@ def _watch(called: Sequence[_Called], options: Options) -> None:
 def _key(gm: fx.GraphModule, options: Options, report: Report) -> str:
     """Return the key of the compile caches. Raises the errors about the user's options."""
     targets = {Target.current(str(device)) for device in torch_compat.graph_devices(gm)}
-    if report.sites:
-        from attn_compiler.passes.writing import fp8_sites, select
+    if report.sites and options.lowering is not None:
+        from attn_compiler.passes.writing import select
 
         select.require_available(options, {site.spec.device for site in report.sites}, targets)
-        if options.fp8_recipe is not None:
-            fp8_sites.check_recipe_used(options.fp8_recipe, report, is_whole=torch_frames.is_whole(gm))
+    if report.sites and options.fp8_recipe is not None:
+        from attn_compiler.passes.writing import fp8_sites
+
+        fp8_sites.check_recipe_used(options.fp8_recipe, report, is_whole=torch_frames.is_whole(gm))
     return cache_key(options, targets)
 
 

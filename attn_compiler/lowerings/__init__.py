@@ -1,8 +1,8 @@
-"""Every way to compute an attention site. To add one: its folder, its line in LOWERINGS, its row in choice, its tests.
+"""Every way to compute an attention site. To add one: its folder, its line in homes.py, its row in choice, its tests.
 
 base.py defines what a lowering is. shared holds code that every family uses, fp8 code of families with a forward in FP8, and choice the
 order in which lowerings are asked. A family is a folder: plain, sdpa, rows, triton, decode, cudnn, fa4, hopper. The folder linear holds
-the lowerings of linear attention. Passes import from here what families.py lists.
+the lowerings of linear attention. Passes import from here what families.py lists. homes.py has what a kept rewrite asks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Import the families at the first use of one of them: a graph without attention has none."""
+    """Import the families at the first use of one of them: a graph without attention has none, and a kept rewrite few."""
     if name.startswith("__"):
         raise AttributeError(name)
-    return getattr(importlib.import_module(f"{__name__}.families"), name)
+    is_of_few = name in ("LINEAR_NAMES", "by_name", "cannot_build", "define", "has_failed", "names")
+    return getattr(importlib.import_module(f"{__name__}.{'homes' if is_of_few else 'families'}"), name)

@@ -1,4 +1,4 @@
-"""The contract of a lowering: one way to compute an attention site. To add one: a file here, a line in LOWERINGS, its test."""
+"""The contract of a lowering: one way to compute an attention site. To add one: a folder, a line in homes.py, its test."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ from torch import fx, nn
 
 import attn_compiler.compiling.backend as backend_module
 from attn_compiler import passes
-from attn_compiler.lowerings import families
+from attn_compiler.lowerings import homes
 from attn_compiler.options.options import Options
+from attn_compiler.passes.writing import select
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Decision, Reason
 from attn_compiler.reasons.errors import InvalidOption, LoweringUnavailable, PassFailed, UnknownOption
@@ -29,15 +31,6 @@ from attn_compiler.torch_private import compat as torch_compat, inductor as torc
 from tests import fresh
 
 NO_GPU = Reason(code=Code.DEVICE, rule="needs a CUDA device", observed="cpu")
-
-
-@dataclass
-class _Lowering:
-    name: str
-    reasons: list[Reason] = field(default_factory=list)
-
-    def unavailable(self, target: Target) -> list[Reason]:
-        return self.reasons
 
 
 @dataclass
@@ -64,8 +57,9 @@ def pipeline(monkeypatch: pytest.MonkeyPatch) -> Pipeline:
     stand_in = Pipeline()
     monkeypatch.setattr(passes, "rewrite", stand_in.run)
     monkeypatch.setattr(publishing, "publish", stand_in.publish)
-    known = (_Lowering("sdpa"), _Lowering("cudnn", [NO_GPU]))
-    monkeypatch.setattr(families, "LOWERINGS", known)
+    known = {"sdpa": mock.Mock(unavailable=lambda _: []), "cudnn": mock.Mock(unavailable=lambda _: [NO_GPU])}
+    monkeypatch.setattr(homes, "CLASSES", known)
+    monkeypatch.setattr(select, "by_name", known.__getitem__)
     return stand_in
 
 
@@ -128,6 +122,7 @@ import torch
 from attn_compiler.compiling.inner import Inner
 from attn_compiler.context_parallel import ContextParallel
 from attn_compiler.options.options import Options
+from attn_compiler.passes.writing import select
 from attn_compiler.torch_private import inductor as torch_inductor
 from tests.meshes import fake_mesh
 

@@ -12,7 +12,7 @@ from torch import fx, nn
 from attn_compiler import passes
 from attn_compiler.compiling import without_us
 from attn_compiler.compiling.explaining import explain, explainer
-from attn_compiler.lowerings import families
+from attn_compiler.lowerings import homes
 from attn_compiler.options.options import Options
 from attn_compiler.reasons.errors import InvalidOption, PassFailed, UnknownOption
 from attn_compiler.reporting.report import Report, Reports
@@ -70,7 +70,7 @@ def _is_tensor(value: Any) -> bool:
 def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     seen = Seen()
     monkeypatch.setattr(passes, "rewrite", seen)
-    monkeypatch.setattr(families, "LOWERINGS", ())
+    monkeypatch.setattr(homes, "CLASSES", {})
     return seen
 
 

@@ -4,38 +4,44 @@ from __future__ import annotations
 
 import dataclasses
 import io
-from pathlib import Path
+import re
 
 import pytest
 import torch
 
 import attn_compiler
 from attn_compiler import lowerings
-from attn_compiler.lowerings import LINEAR_NAMES, LOWERINGS, by_name, families, linear_table, names
+from attn_compiler.lowerings import LOWERINGS, by_name, families, homes, linear_table
 from attn_compiler.lowerings.base import LayoutDemand, Tile
 from attn_compiler.spec.attention import TensorSpec
+from tests import fresh
 from tests.gate import golden, table
 from tests.lowerings import golden_decisions
 from tests.passes.unpad import encoder
 
-# The list of lowerings, which every family is in, and what passes ask of it.
-FOLDER = Path(lowerings.__file__).parent
-FLOORS = {"graph_ops", "shared", "choice", "fp8"}
+_FAMILY = """
+import sys, torch
+import attn_compiler.lowerings.homes as homes
+(homes.by_name if sys.argv[1] in homes.CLASSES else homes.define)(sys.argv[1])
+rooms = {name.split(".")[2] for name in sys.modules if name.startswith("attn_compiler.lowerings.")}
+print(*rooms - {"base", "homes", "shared", "fp8", "choice", "graph_ops"})
+print(*(name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("attn_compiler::")))
+"""
 
 
-def test_every_family_has_a_lowering_in_the_list() -> None:
-    folders = {path.parent.name for path in FOLDER.glob("*/__init__.py")}
-    families = {type(lowering).__module__.split(".")[2] for lowering in LOWERINGS}
-    of_linear = {type(lowering).__module__.split(".")[2] for lowering in linear_table.LINEAR_LOWERINGS}
-    assert folders - FLOORS == families | of_linear
-
-
-def test_options_may_name_every_lowering() -> None:
-    assert set(names()) == {lowering.name for lowering in LOWERINGS} | set(LINEAR_NAMES)
+@pytest.mark.parametrize("name", [*homes.CLASSES, *homes._OPS])
+def test_a_lowering_imports_its_family_and_the_ops_that_its_code_calls(name: str) -> None:
+    """Of another family, at most the one whose backward it has. An op that is named imports no family."""
+    rooms, ops = (set(line.split()) for line in fresh.run(_FAMILY, name).stdout.split("\n")[:2])
+    wanted = {homes.CLASSES[name].split(".")[0]} if name in homes.CLASSES else set()
+    assert rooms - {"linear"} == wanted | {homes._BACKWARDS_OF[name] for _ in wanted if name in homes._BACKWARDS_OF}
+    assert name in ops or wanted
+    given = [found[1] for op in ops if (found := re.fullmatch(r"(?:hopper_)?(\w+?)(?:_part|_rounded)?_given", op))]
+    assert {f"{family}_backward" for family in given} <= ops
 
 
 def test_a_name_is_one_lowering() -> None:
-    assert [by_name(lowering.name) for lowering in LOWERINGS] == list(LOWERINGS)
+    assert [lowering.name for lowering in (*LOWERINGS, *linear_table.LINEAR_LOWERINGS)] == list(homes.names())
 
 
 def test_an_unknown_name_is_told_which_there_are() -> None:
@@ -101,7 +107,6 @@ def test_what_is_no_tile_is_refused() -> None:
         Tile.read("64x64")
 
 
-# Decisions change on purpose only.
 def test_decisions_are_those_of_the_table() -> None:
     file = io.StringIO()
     golden_decisions.write(file)

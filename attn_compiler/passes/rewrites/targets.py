@@ -18,13 +18,15 @@ from typing import Any
 import torch
 from torch import fx
 
+from attn_compiler import lowerings
 from attn_compiler.passes.rewrites.refusing import Unkeyed
 from attn_compiler.torch_private import tracing as torch_tracing
+from attn_compiler.torch_private.op_library import NAMESPACE
 
 #: namespaces of ops that PyTorch or this package defines: versions are in the key
-_NAMESPACES = ("aten", "prims", "attn_compiler", "_c10d_functional")
+_NAMESPACES = ("aten", "prims", NAMESPACE, "_c10d_functional")
 #: namespaces of ops that a record may name
-_RESOLVED_NAMESPACES = ("aten", "prims", "attn_compiler")
+_RESOLVED_NAMESPACES = ("aten", "prims", NAMESPACE)
 
 #: calls with bodies that mean the same in every process, unlike those that hold numbers of a process, such as Triton's kernels
 _HIGHER_ORDER = frozenset(
@@ -173,6 +175,8 @@ def _resolved_function(name: str) -> Any:
         namespace, packet, which = overload.groups()
         if namespace not in _RESOLVED_NAMESPACES:
             return None
+        if namespace == NAMESPACE and not hasattr(torch.ops.attn_compiler, packet):
+            lowerings.define(packet)
         return getattr(getattr(getattr(torch.ops, namespace), packet, None), which, None)
     path = name.removeprefix("function:")
     if path in _RESOLVED:

@@ -181,8 +181,7 @@ def require_available(options: Options, devices: Set[str], targets: Iterable[Tar
     """Raise LoweringUnavailable if the one lowering asked for can't run at all on the device of some site. devices: of the sites."""
     if options.lowering is None or options.lowering in lowerings.LINEAR_NAMES:
         return
-    (lowering,) = (one for one in lowerings.LOWERINGS if one.name == options.lowering)
     for target in (target for target in targets if target.device in devices):
-        reasons = tuple(lowering.unavailable(target))
+        reasons = tuple(by_name(options.lowering).unavailable(target))
         if reasons:
             raise LoweringUnavailable(lowering=options.lowering, target=target.words, reasons=reasons)

@@ -48,11 +48,7 @@ def restored(found: dict[str, Tensor], name: str) -> Tensor:
     return x * (descale if descale.shape[2] == 1 else descale.repeat_interleave(128, -1)[..., :S])[..., None]
 
 
-SHAPES = {
-    "tensor": (1, 1, 1),
-    "head": (B, H, 1),
-    "block": (B, H, 3),
-}
+SHAPES = {"tensor": (1, 1, 1), "head": (B, H, 1), "block": (B, H, 3)}
 
 
 @pytest.mark.parametrize("granularity", SHAPES)

@@ -1,0 +1,91 @@
+"""The homes of lowerings and of helper ops, as data: a module is imported when what it defines is asked for.
+
+A kept rewrite imports the families that it names, and no other. families.py makes its list from these lines.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from attn_compiler.lowerings.shared.calls.failures import FAILURES
+from attn_compiler.lowerings.shared.limits import untried
+from attn_compiler.reasons.decisions import Reason
+
+if TYPE_CHECKING:
+    from attn_compiler.lowerings.base import Lowering
+    from attn_compiler.spec.attention import AttentionSpec
+    from attn_compiler.spec.linear import LinearSpec
+    from attn_compiler.spec.target import Target
+
+#: the class of each lowering, in the order of lists
+CLASSES: Mapping[str, str] = {
+    "reference": "plain.reference.Reference",
+    "reference_fp8": "plain.fp8_reference.ReferenceFp8",
+    "sdpa_cudnn": "sdpa.lowering.SdpaCudnn",
+    "sdpa_flash": "sdpa.lowering.SdpaFlash",
+    "sdpa_efficient": "sdpa.lowering.SdpaEfficient",
+    "sdpa_cpu_flash": "sdpa.lowering.SdpaCpuFlash",
+    "rows": "rows.lowering.CpuRows",
+    "fa4": "fa4.lowering.FlashAttention4",
+    "hopper": "hopper.lowering.HopperAttention",
+    "triton": "triton.lowering.TritonAttention",
+    "hopper_fp8": "hopper.fp8.HopperFp8",
+    "triton_fp8": "triton.fp8.TritonFp8",
+    "cudnn": "cudnn.lowering.CudnnAttention",
+    "cudnn_fp8": "cudnn.fp8.CudnnFp8",
+    "decode": "decode.lowering.Decode",
+    "decode_latent": "decode.latent.DecodeLatent",
+    "math": "plain.plain_math.PlainMath",
+    "absorbed": "plain.absorbed.Absorbed",
+    "untouched": "plain.untouched.Untouched",
+}
+#: the lowerings of linear attention, whose specs are others (linear/table.py)
+LINEAR_NAMES = ("linear_reference", "linear_triton")
+#: families whose backward a lowering may have, besides its own
+_BACKWARDS_OF: Mapping[str, str] = {"hopper": "triton", "hopper_fp8": "triton"}
+#: modules of ops beside the leaf ops of families
+_OPS: Mapping[str, str] = {
+    "gathered": "shared.calls.tables",
+    "keyless_gradient": "shared.calls.keyless_gradient",
+    **dict.fromkeys(("merged_parts", "as_part", "whole_of_parts"), "graph_ops.merging"),
+    **dict.fromkeys(LINEAR_NAMES, "linear.table"),
+}
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f"attn_compiler.lowerings.{name}")
+
+
+def names() -> tuple[str, ...]:
+    """Return the names that options may give."""
+    return *CLASSES, *LINEAR_NAMES
+
+
+@functools.cache
+def by_name(name: str) -> Lowering:
+    """Return the lowering of that name, whose ops are defined then. Raises KeyError that lists the known names."""
+    if name not in CLASSES:
+        raise KeyError(f"no lowering {name!r}; there are {', '.join(CLASSES)}")
+    if name in _BACKWARDS_OF:
+        _module(_BACKWARDS_OF[name])
+    module, _, kind = CLASSES[name].rpartition(".")
+    found: Lowering = getattr(_module(module), kind)()
+    return found
+
+
+def define(op: str) -> None:
+    """Import what defines an op of ours, by its name: its module, or every family if it is not known which."""
+    _module(_OPS.get(op, "families"))
+
+
+def cannot_build(name: str, spec: AttentionSpec, target: Target) -> list[Reason]:
+    """Return why a lowering's kernels can't be built for a spec: they failed before, or the lowering itself says so."""
+    return has_failed(name, spec, target) or by_name(name).cannot_build(spec, target)
+
+
+def has_failed(name: str, spec: AttentionSpec | LinearSpec, target: Target) -> list[Reason]:
+    """Return the failures of a lowering's kernels so far, for this spec or on this machine."""
+    return FAILURES.reasons(name, spec) or untried.reasons(name, target)
