@@ -193,15 +193,17 @@ class GradBlocks:
 _FROM = 1024
 #: By the largest head dim, rounded up to a power of two: D 64 has 452 TFLOP/s, and with 64 queries 387 (backward_trials_h200.csv).
 GRAD_BLOCKS = {64: GradBlocks(queries=128, stages=2), 128: GradBlocks(queries=64, stages=2)}
-#: of narrow heads beside more than a band, where tiles of 128 queries were not timed; a bias leaves no room for them
+#: of narrow heads where tiles of 128 queries are slower or were not timed; a bias leaves no room for them
 NARROW = GradBlocks(queries=64, stages=3, registers=216)
 
 
 def grad_blocks_of(spec: AttentionSpec, parts: site_parts.Parts | Plan) -> GradBlocks:
-    """Return the blocks of a spec. Raises TypeError for head dims that are not known, and KeyError for those that are too wide."""
+    """Return the blocks of a spec. Raises TypeError for head dims that are not known, and KeyError for those that are too wide. Speed of
+    128 queries over that of 64 at D 64, beside flash-attn-4 (hopper_fa4_h200.csv): causal documents 0.97, other documents 1.06, padding
+    1.02 to 1.07. Dense masks and slopes were not timed."""
     widest = max(head_dim_tiles(spec))
-    beside = any((parts.rows, parts.keys, parts.documents, parts.mask, parts.bias, parts.slopes))
-    return NARROW if beside and widest == min(GRAD_BLOCKS) else GRAD_BLOCKS[widest]
+    is_whole = (parts.documents and parts.band) or parts.mask or parts.bias or parts.slopes
+    return NARROW if is_whole and widest == min(GRAD_BLOCKS) else GRAD_BLOCKS[widest]
 
 
 def has_backward(spec: AttentionSpec) -> bool:
@@ -220,14 +222,11 @@ def cudnn_is_faster(spec: AttentionSpec) -> bool:
     """Return whether cuDNN's backward was measured to be the faster one of sites that both take (select_hopper_h200.csv).
 
     cuDNN's time over this kernel's on an H200: causal, from 1024 tokens on, 0.97 to 1.10, geometric mean 1.02. Without a mask 0.90 to
-    0.99, except narrow heads and short sequences, 1.08. Causal, 512 tokens, head dim 96 and 128 0.92 to 0.97, 64 1.14.
+    0.99, and narrow heads 1.02 (hopper_fa4_h200.csv). Causal, 512 tokens, head dim 96 and 128 0.92 to 0.97, 64 1.14.
     """
-    is_narrow = max(head_dim_tiles(spec)) == min(GRAD_BLOCKS)
     most = dims.range_of(spec, spec.seqlen_kv)[1]
     is_short = most is not None and most < _FROM
-    if is_short:
-        return not is_narrow
-    return site_parts.make_plan(spec).band is None
+    return max(head_dim_tiles(spec)) > min(GRAD_BLOCKS) and (is_short or site_parts.make_plan(spec).band is None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -155,7 +155,7 @@ def test_sums_of_dq_are_the_same_to_the_last_bit_in_every_run() -> None:
 @pytest.mark.parametrize(("queries", "stages"), [(64, 2), (128, 2), (64, 4)])
 def test_any_blocks(queries: int, stages: int, in_order: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With 128 queries each warpgroup takes half of these of dq, else half of its columns."""
-    monkeypatch.setattr(plan, "NARROW", plan.GradBlocks(queries=queries, stages=stages))
+    monkeypatch.setitem(plan.GRAD_BLOCKS, 64, plan.GradBlocks(queries=queries, stages=stages))
     problem = problems.build(Case(name=f"hopper blocks {queries} {stages}", keys="left", **_EVEN, **_CAUSAL))
     kernel_problems.assert_within_rule(problems.results(problem, in_order=in_order), problem)
 

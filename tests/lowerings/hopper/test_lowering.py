@@ -18,6 +18,7 @@ from attn_compiler.lowerings.hopper.call import call_of
 from attn_compiler.lowerings.hopper.lowering import HopperAttention
 from attn_compiler.lowerings.hopper.ops import given_op, grad_operands
 from attn_compiler.lowerings.hopper.plan import blocks_of
+from attn_compiler.lowerings.shared.calls import tables as _registers_gathered  # noqa: F401
 from attn_compiler.lowerings.shared.parts import tile_table
 from attn_compiler.lowerings.shared.parts.kernel_plan import Band, Call, Plan
 from attn_compiler.passes.graph import gradient_runs

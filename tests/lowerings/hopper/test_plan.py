@@ -16,12 +16,13 @@ from attn_compiler.lowerings.hopper.call import backward_of, call_of, why_not_in
 from attn_compiler.lowerings.hopper.lowering import HopperAttention
 from attn_compiler.lowerings.hopper.plan import blocks_of, grad_blocks_of
 from attn_compiler.lowerings.shared.parts import tile_table
-from attn_compiler.lowerings.shared.parts.kernel_plan import Plan, head_dim_sums, head_dim_tiles
+from attn_compiler.lowerings.shared.parts.kernel_plan import Band, Plan, head_dim_sums, head_dim_tiles
 from attn_compiler.spec import masks
 from attn_compiler.spec.attention import SizeRange
 from attn_compiler.spec.masks import MaskKind, MaskSpec
 from attn_compiler.spec.target import Target
 from tests.lowerings import kernel_problems
+from tests.lowerings.kernel_cases import Case
 from tests.lowerings.specs import CAUSAL, bias, dense, make_spec
 
 
@@ -81,7 +82,16 @@ def test_of_any_length_what_guards_say_counts() -> None:
     assert plan.blocks_of(long) == plan.THREE
     wide = make_spec(head_dim=128, seqlen_q="s0", seqlen_kv="s0", mask=CAUSAL)
     assert not plan.cudnn_is_faster(wide)
+    assert not plan.cudnn_is_faster(make_spec(head_dim=64))
     assert plan.cudnn_is_faster(dataclasses.replace(wide, ranges=(SizeRange(size="s0", least=2, most=512),)))
+
+
+def test_narrow_heads_have_tiles_in_halves_where_they_are_faster() -> None:
+    causal: dict[str, Any] = {"band": Band(right=0)}
+    whole: list[dict[str, Any]] = [causal | {"documents": True}, {"mask": True}, {"slopes": True}, {"bias": True}]
+    for beside in ({}, causal, {"keys": True}, {"rows": True}, {"documents": True}, *whole):
+        made, queries = dataclasses.replace(Case(name="narrow").plan, **beside), 64 if beside in whole else 128
+        assert plan.grad_blocks_of(make_spec(head_dim=64), made).queries == queries
 
 
 @pytest.mark.parametrize(("qk", "v"), [(64, 80), (72, 72), (96, 80), (112, 112), (128, 96), (192, 128)])
@@ -119,14 +129,8 @@ def test_blocks_of_any_length_come_long_ones_first(kind: MaskKind, is_ordered: b
 
 @pytest.mark.parametrize(
     ("qk", "v", "multiplied", "part", "stages"),
-    [
-        (512, 512, 512, 256, 3),
-        (264, 264, 384, 128, 8),
-        (384, 320, 384, 128, 8),
-        (192, 512, 256, 256, 5),
-        (512, 128, 512, 256, 3),
-    ],
-)
+    [(512, 512, 512, 256, 3), (264, 264, 384, 128, 8), (384, 320, 384, 128, 8), (192, 512, 256, 256, 5), (512, 128, 512, 256, 3)],
+)  # fmt: skip
 def test_wide_heads_have_a_ring_of_as_many_parts_as_there_is_room_for(
     qk: int, v: int, multiplied: int, part: int, stages: int
 ) -> None:
@@ -171,18 +175,13 @@ _LONG: Any = {"dtype": "bfloat16", "seqlen_q": 2048, "seqlen_kv": 2048, "head_di
 @pytest.mark.parametrize(
     ("given", "is_faster"),
     [
-        ({"mask": CAUSAL}, True),
-        ({}, True),
-        ({"mask": CAUSAL, "head_dim": 320}, True),
-        ({"mask": CAUSAL, "head_dim": 312}, False),
-        ({"mask": CAUSAL, "head_dim": 512, "head_dim_v": 320}, False),
-        ({"mask": CAUSAL, "seqlen_q": 1023}, False),
-        ({"mask": CAUSAL, "seqlen_kv": "s0"}, True),
-        ({"mask": _of(masks.SlidingWindow(left=100, right=0))}, False),
+        ({"mask": CAUSAL}, True), ({}, True), ({"mask": CAUSAL, "head_dim": 320}, True), ({"mask": CAUSAL, "seqlen_kv": "s0"}, True),
+        ({"mask": CAUSAL, "head_dim": 312}, False), ({"mask": CAUSAL, "head_dim": 512, "head_dim_v": 320}, False),
+        ({"mask": CAUSAL, "seqlen_q": 1023}, False), ({"mask": _of(masks.SlidingWindow(left=100, right=0))}, False),
         ({"mask": _of(masks.Causal(), masks.Document(of_key=_OF_KEY))}, False),
         ({"mask": _of(masks.Causal(), masks.KeyPadding(condition=ix.as_bool(_OF_KEY)))}, True),
     ],
-)
+)  # fmt: skip
 def test_the_passes_of_wide_heads_are_faster_where_that_was_measured(given: dict[str, Any], is_faster: bool) -> None:
     assert plan.wide_is_faster(make_spec(**_LONG | given)) is is_faster
 
