@@ -35,20 +35,20 @@ LINES = {
     "export": 303,
     "index_expr": 2235,  # an equation is solved for an index here, where two rooms did so
     "integrations": 342,
-    "lowerings": 447,  # families are a list of their own; each says whether it reads a tensor over pairs; so do its families, and reports
+    "lowerings": 445,  # families are a list of their own; each says whether it reads a tensor over pairs; so do its families, and reports
     "lowerings/choice": 1891,  # rows for AVX-512
     "lowerings/cudnn": 1903,
     "lowerings/decode": 3385,  # schedules of 17 to 64 rows; rows that begin alike; full machines
     "lowerings/fa4": 862,
-    "lowerings/fp8": 1764,
+    "lowerings/fp8": 1765,
     "lowerings/graph_ops": 553,
     "lowerings/hopper": 5510,
     "lowerings/linear": 3184,  # the pass for Hopper: 182 lines more than other rooms gave; the lowering `fla` has gone
     "lowerings/plain": 701,
     "lowerings/rows": 615,  # runs whose ends go on by one key a query, as in rows that share a prompt
     "lowerings/sdpa": 355,
-    "lowerings/shared": 10247,  # documents of 64 bits; Hopper needs one class of lengths
-    "lowerings/triton": 1403,
+    "lowerings/shared": 10248,  # documents of 64 bits; Hopper needs one class of lengths
+    "lowerings/triton": 1413,  # kernels of a backward are imported where one runs
     "options": 322,  # precision of linear attention; prompts that rows share; reads sources without pathlib
     "passes": 21,
     "passes/context_parallel": 3390,  # with the record of a shared graph, which stood in graph/
@@ -61,7 +61,7 @@ LINES = {
     "passes/rewrites": 1225,  # the name of a model; an op is defined when a record names it
     "passes/spelling": 2764,  # spells out quantised weights; checkpoints ask for themselves whether they are inlined
     "passes/unpad": 3306,  # prompts that rows share; int8; the work that packing saves
-    "passes/writing": 2150,  # precision of linear attention; remedies of sites; with the state of delayed FP8 scaling
+    "passes/writing": 2149,  # precision of linear attention; remedies of sites; with the state of delayed FP8 scaling
     "reasons": 835,  # names that begin so; a copy has a remedy, an estimate has words; a reason without a remedy has that of its page
     "reporting": 2970,  # prompts that rows share; checks, sites and misses print; names of models; a short report
     "spec": 2092,  # precision of linear attention; whether kernels use AVX-512

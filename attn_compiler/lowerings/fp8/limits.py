@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attn_compiler.lowerings.fp8.rounding import VECTOR
+from attn_compiler.lowerings.fp8 import VECTOR
 from attn_compiler.lowerings.shared.limits.common import check_lse_unread
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason, refuse

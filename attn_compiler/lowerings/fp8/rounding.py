@@ -21,14 +21,12 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
+from attn_compiler.lowerings.fp8 import VECTOR
 from attn_compiler.lowerings.shared.calls.leaf_calls import or_else
 from attn_compiler.lowerings.shared.ops.leaf_ops import late
 from attn_compiler.spec.codec import Codec, Coded
 from attn_compiler.spec.fp8_recipe import DTYPES, largest_of
 from attn_compiler.torch_private.op_library import register_helper
-
-#: Bytes: the vectors that kernels load, along a head dim and, of v, along the sequence.
-VECTOR = 16
 
 #: Of 16 positions, 2t, 2t + 1, 8 + 2t and 9 + 2t are neighbours, for t of 0 ... 3: a thread of Hopper's tensor cores gets these weights
 #: from one product, and passes four neighbours to the next. So no weight changes its thread (FlashAttention-3 permutes v in its kernel).

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from attn_compiler.lowerings.fp8.rounding import VECTOR
+from attn_compiler.lowerings.fp8 import VECTOR
 from attn_compiler.lowerings.shared.limits import kernel_limits
 from attn_compiler.lowerings.shared.limits.takes import HeadDims
 from attn_compiler.spec.dtypes import HALF

@@ -28,7 +28,7 @@ from attn_compiler.lowerings.shared.calls.arguments import (
 from attn_compiler.lowerings.shared.calls.backward import Backward
 from attn_compiler.lowerings.shared.calls.backward_call import BackwardByKernels
 from attn_compiler.lowerings.shared.calls.forward_call import Forward
-from attn_compiler.lowerings.shared.kernels import backward, forward as forward_kernels, kv_backward
+from attn_compiler.lowerings.shared.kernels import forward as forward_kernels
 from attn_compiler.lowerings.shared.launching.launch import Arguments, ReadyKernel, launch
 from attn_compiler.lowerings.shared.launching.replaying import CallCache
 
@@ -68,7 +68,7 @@ def single_gradients(shared: Backward) -> dict[str, Callable[[], None]]:
 
     The calls launch on the current device, which has to be the tensors'.
     """
-    shared.launch(backward.attention_row_stats, _row_stats)
+    _launch_row_stats(shared)
     return {
         "grad_q": functools.partial(_launch_grad_q, shared),
         "grad_kv": functools.partial(_launch_grad_kv, shared),
@@ -77,7 +77,7 @@ def single_gradients(shared: Backward) -> dict[str, Callable[[], None]]:
 
 def _run_backward(shared: Backward) -> list[torch.Tensor]:
     if shared.keeps_scores:
-        shared.launch(backward.attention_row_stats, _row_stats)
+        _launch_row_stats(shared)
         _launch_grad_kv(shared)
         _launch_grad_q(shared)
     else:
@@ -90,7 +90,7 @@ def _grad_operand(name: str) -> Callable[[Backward], torch.Tensor]:
     """Return the function that computes an operand's gradient."""
     if name == "sinks":
         return gradient_launch.grad_sinks
-    # Imported late, here and below: most models learn no bias, and defining these kernels takes time in each process.
+    # Imported late, here and below: defining kernels takes time in each process, which may not train, or learn no bias.
     from attn_compiler.lowerings.triton import launch_added
 
     return {"bias": launch_added.grad_bias, "distances": launch_added.grad_distances}[name]
@@ -138,16 +138,26 @@ def _row_stats(shared: Backward) -> Arguments:
     )
 
 
+def _launch_row_stats(shared: Backward) -> None:
+    from attn_compiler.lowerings.shared.kernels import backward
+
+    shared.launch(backward.attention_row_stats, _row_stats)
+
+
 def _launch_grad_q(shared: Backward) -> None:
     if shared.keeps_scores:
         from attn_compiler.lowerings.triton import launch_added
 
         launch_added.launch_grad_q_kept(shared)
     else:
+        from attn_compiler.lowerings.shared.kernels import backward
+
         shared.launch(backward.attention_grad_q, gradient_launch.grad_q)
 
 
 def _launch_grad_kv(shared: Backward) -> None:
+    from attn_compiler.lowerings.shared.kernels import kv_backward
+
     for part in ("k", "v") if shared.prepared.call.tiles.grad_kv.apart else ("kv",):
         shared.launch(kv_backward.attention_grad_kv, functools.partial(gradient_launch.grad_kv, part=part), part)
 

@@ -10,7 +10,6 @@ import triton
 
 from attn_compiler.lowerings.shared.calls.arguments import STATS_BLOCK, Prepared, along, lists, strides
 from attn_compiler.lowerings.shared.calls.backward import Backward
-from attn_compiler.lowerings.shared.kernels import sums_backward
 from attn_compiler.lowerings.shared.launching.launch import Arguments, Grid
 from attn_compiler.lowerings.shared.ops.leaf_ops import empty_gradient
 from attn_compiler.torch_private.symbols import statically_known
@@ -84,6 +83,8 @@ def grad_sinks(shared: Backward) -> torch.Tensor:
     """Launch the kernel for the gradient of sinks, and return it: float32 (Hq,)."""
     sinks = shared.tensors["sinks"]
     shared.tensors["GradSinks"] = shared.same.empty("GradSinks", functools.partial(empty_gradient, sinks))
+    from attn_compiler.lowerings.shared.kernels import sums_backward
+
     shared.launch(sums_backward.attention_grad_sinks, _sinks)
     return shared.tensors["GradSinks"]
 
