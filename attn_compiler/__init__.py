@@ -44,12 +44,7 @@ if TYPE_CHECKING:
         VerificationMismatch,
         VerifyFailed,
     )
-    from attn_compiler.reasons.fp8_errors import (
-        Fp8RecipeUnused,
-        Fp8StateInvalid,
-        Fp8StateMismatch,
-        Fp8StateOutdated,
-    )
+    from attn_compiler.reasons.fp8_errors import Fp8RecipeUnused, Fp8StateInvalid, Fp8StateMismatch, Fp8StateOutdated
     from attn_compiler.reporting.publishing import reports, reset
     from attn_compiler.reporting.report import Report, Reports
     from attn_compiler.spec.fp8_recipe import CurrentScaling, DelayedScaling, Fp8Recipe, StaticScaling

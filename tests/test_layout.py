@@ -29,20 +29,20 @@ AS_GOOD_AS_PUBLIC = ("torch._subclasses", "torch.utils._pytree", "torch.utils._p
 
 #: Lines of each room. They may only shrink: who needs more takes it from another room in the same commit.
 LINES = {
-    ".": 388,  # a list of sentences is one input; details of a report, and a program of a site, are printed
-    "compiling": 2128,  # sentences for `encode`; small batches run padded; freezing in vain; names of models; late imports
+    ".": 383,  # a list of sentences is one input; details of a report, and a program of a site, are printed
+    "compiling": 2131,  # sentences for `encode`; small batches run padded; freezing in vain; names of models; late imports
     "context_parallel": 1439,  # with rank_sync, which stood in torch_private/
     "export": 303,
     "index_expr": 2235,  # an equation is solved for an index here, where two rooms did so
     "integrations": 342,
-    "lowerings": 445,  # families are a list of their own; each says whether it reads a tensor over pairs; so do its families, and reports
+    "lowerings": 462,  # what a kept rewrite asks is data; families are a list; whether one reads a tensor over pairs
     "lowerings/choice": 1891,  # rows for AVX-512
     "lowerings/cudnn": 1903,
     "lowerings/decode": 3385,  # schedules of 17 to 64 rows; rows that begin alike; full machines
     "lowerings/fa4": 862,
     "lowerings/fp8": 1765,
     "lowerings/graph_ops": 553,
-    "lowerings/hopper": 5510,
+    "lowerings/hopper": 5509,
     "lowerings/linear": 3184,  # the pass for Hopper: 182 lines more than other rooms gave; the lowering `fla` has gone
     "lowerings/plain": 701,
     "lowerings/rows": 615,  # runs whose ends go on by one key a query, as in rows that share a prompt
@@ -55,11 +55,11 @@ LINES = {
     "passes/graph": 6104,  # copies of caches have a remedy; constants of one number are equal; which nodes are told of; who shares a cache
     # Sinks and logsumexps are read as quotients here, where spelling/ had a table of two forms.
     # Exponentials may be divided by their sum after the product, too; the search of modules is apart from what it finds.
-    "passes/matching": 5978,  # a column of sinks; a nearer reason than how a softmax is written; graphs without sites; a quick look
+    "passes/matching": 5971,  # a column of sinks; a nearer reason than how a softmax is written; graphs without sites; a quick look
     "passes/pipeline": 675,  # a step says what it needs to have anything to do; workers start where no rewrite was kept
     "passes/recovering": 6113,  # Transformer-XL's shift; squares over borders; computed places, alternatives, learned biases, symbols
     "passes/rewrites": 1225,  # the name of a model; an op is defined when a record names it
-    "passes/spelling": 2764,  # spells out quantised weights; checkpoints ask for themselves whether they are inlined
+    "passes/spelling": 2757,  # spells out quantised weights; checkpoints ask for themselves whether they are inlined
     "passes/unpad": 3306,  # prompts that rows share; int8; the work that packing saves
     "passes/writing": 2149,  # precision of linear attention; remedies of sites; with the state of delayed FP8 scaling
     "reasons": 835,  # names that begin so; a copy has a remedy, an estimate has words; a reason without a remedy has that of its page

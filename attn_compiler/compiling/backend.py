@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import fx
 
 from attn_compiler.compiling import left_to_python, linear_attention, without_us
@@ -255,9 +256,11 @@ def _plan(gm: fx.GraphModule, options: Options, rewritten: Rewritten) -> CheckPl
 
 def _ahead(options: Options) -> Ahead | None:
     """Return the ahead-of-time compiler of kernels; only for Inductor, since only it traces the backward before compiling."""
+    if options.inner != "inductor" or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
     from attn_compiler.lowerings.shared.launching import ahead
 
-    return ahead.here() if options.inner == "inductor" else None
+    return ahead.here()
 
 
 def _publish(report: Report, options: Options) -> None:

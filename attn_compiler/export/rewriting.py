@@ -19,7 +19,7 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from attn_compiler.export.readable import Readable, put_back, readable
-from attn_compiler.lowerings import families as lowerings  # defines our ops, for programs that were saved
+from attn_compiler.lowerings import families as lowerings, homes  # defines our ops, for programs that were saved
 from attn_compiler.options.options import Options, check_lowering_names, own_name, split_options
 from attn_compiler.passes.spelling import expand
 from attn_compiler.reasons.errors import (
@@ -93,7 +93,7 @@ def _checked(program: object, options: Mapping[str, Any] | Options | None) -> Op
     if not isinstance(program, ExportedProgram):
         raise NotAnExportedProgram(given=f"{type(program).__module__}.{type(program).__qualname__}")
     own = options if isinstance(options, Options) else split_options(None, options)[0]
-    check_lowering_names(own, lowerings.names)
+    check_lowering_names(own, homes.names)
     inductors = [] if isinstance(options, Options) else [name for name in options or {} if own_name(name) is None]
     if inductors:
         raise ExportUnsupported(

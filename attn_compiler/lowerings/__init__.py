@@ -2,7 +2,7 @@
 
 base.py defines what a lowering is. shared holds code that every family uses, fp8 code of families with a forward in FP8, and choice the
 order in which lowerings are asked. A family is a folder: plain, sdpa, rows, triton, decode, cudnn, fa4, hopper. The folder linear holds
-the lowerings of linear attention. Passes import from here what families.py lists. homes.py has what a kept rewrite asks.
+the lowerings of linear attention. Passes import from here what families.py and homes.py list.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from attn_compiler.lowerings.families import *  # noqa: F403 (it has an __all__)
+    from attn_compiler.lowerings.homes import *  # noqa: F403
 
 
 def __getattr__(name: str) -> Any:
     """Import the families at the first use of one of them: a graph without attention has none, and a kept rewrite few."""
     if name.startswith("__"):
         raise AttributeError(name)
-    is_of_few = name in ("LINEAR_NAMES", "by_name", "cannot_build", "define", "has_failed", "names")
-    return getattr(importlib.import_module(f"{__name__}.{'homes' if is_of_few else 'families'}"), name)
+    homes = importlib.import_module(f"{__name__}.homes")
+    return getattr(homes if name in homes.__all__ else importlib.import_module(f"{__name__}.families"), name)

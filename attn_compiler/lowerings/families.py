@@ -13,7 +13,7 @@ from attn_compiler.lowerings.choice.fp8_speed import check_fp8_speed
 from attn_compiler.lowerings.choice.hopper_added import check_added_speed
 from attn_compiler.lowerings.choice.packages import PACKAGES, faster, standing
 from attn_compiler.lowerings.choice.priorities import order
-from attn_compiler.lowerings.homes import CLASSES, LINEAR_NAMES, by_name, cannot_build, define, has_failed, names
+from attn_compiler.lowerings.homes import CLASSES, by_name
 from attn_compiler.lowerings.linear import table as linear_table
 from attn_compiler.lowerings.linear.reference import run as by_chunks
 from attn_compiler.lowerings.shared.calls import keyless_gradient, tables
@@ -22,10 +22,10 @@ from attn_compiler.lowerings.shared.limits.mask_limits import check_own_rows
 from attn_compiler.lowerings.shared.parts import score_changes
 
 __all__ = [
-    "LINEAR_NAMES", "LOWERINGS", "PACKAGES", "Emitter", "LayoutDemand", "Lowering", "Operands", "by_chunks",
-    "by_name", "cannot_build", "check_added_speed", "check_flex_call", "check_fp8_speed", "check_own_rows",
-    "check_scope", "define", "estimate", "evidence", "faster", "first_unopposed", "has_failed", "keyless_gradient",
-    "linear_table", "names", "order", "packaged_twin", "score_changes", "standing", "tables", "timed", "with_reason",
+    "LOWERINGS", "PACKAGES", "Emitter", "LayoutDemand", "Lowering", "Operands", "by_chunks", "check_added_speed",
+    "check_flex_call", "check_fp8_speed", "check_own_rows", "check_scope", "estimate", "evidence", "faster",
+    "first_unopposed", "keyless_gradient", "linear_table", "order", "packaged_twin", "score_changes", "standing",
+    "tables", "timed", "with_reason",
 ]  # fmt: skip
 
 LOWERINGS: tuple[Lowering, ...] = tuple(map(by_name, CLASSES))

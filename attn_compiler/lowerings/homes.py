@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from attn_compiler.spec.linear import LinearSpec
     from attn_compiler.spec.target import Target
 
+__all__ = ["LINEAR_NAMES", "by_name", "cannot_build", "cannot_repeat", "define", "has_failed", "names"]
+
 #: the class of each lowering, in the order of lists
 CLASSES: Mapping[str, str] = {
     "reference": "plain.reference.Reference",
@@ -44,12 +46,17 @@ CLASSES: Mapping[str, str] = {
 }
 #: the lowerings of linear attention, whose specs are others (linear/table.py)
 LINEAR_NAMES = ("linear_reference", "linear_triton")
+#: lowerings that may be refused when they are built
+BUILT = frozenset({"cudnn", "cudnn_fp8", "fa4"})
 #: families whose backward a lowering may have, besides its own
 _BACKWARDS_OF: Mapping[str, str] = {"hopper": "triton", "hopper_fp8": "triton"}
 #: modules of ops beside the leaf ops of families
 _OPS: Mapping[str, str] = {
+    "document_numbers": "shared.ops.documents",
     "gathered": "shared.calls.tables",
+    "held": "shared.ops.leaf_ops",
     "keyless_gradient": "shared.calls.keyless_gradient",
+    "tile_lists": "shared.ops.listing",
     **dict.fromkeys(("merged_parts", "as_part", "whole_of_parts"), "graph_ops.merging"),
     **dict.fromkeys(LINEAR_NAMES, "linear.table"),
 }
@@ -66,24 +73,33 @@ def names() -> tuple[str, ...]:
 
 @functools.cache
 def by_name(name: str) -> Lowering:
-    """Return the lowering of that name, whose ops are defined then. Raises KeyError that lists the known names."""
+    """Return the lowering of that name. Raises KeyError that lists the known names."""
     if name not in CLASSES:
         raise KeyError(f"no lowering {name!r}; there are {', '.join(CLASSES)}")
-    if name in _BACKWARDS_OF:
-        _module(_BACKWARDS_OF[name])
     module, _, kind = CLASSES[name].rpartition(".")
     found: Lowering = getattr(_module(module), kind)()
     return found
 
 
-def define(op: str) -> None:
-    """Import what defines an op of ours, by its name: its module, or every family if it is not known which."""
-    _module(_OPS.get(op, "families"))
+def define(name: str) -> None:
+    """Import what defines an op of ours, or the ops of a lowering: its module, or every family if it is not known which."""
+    if name in _BACKWARDS_OF:
+        _module(_BACKWARDS_OF[name])
+    module, _, _ = CLASSES.get(name, f"{_OPS.get(name, 'families')}.").rpartition(".")
+    # Importing a family defines its ops, but for those in FP8.
+    _module(module.partition(".")[0] if name in CLASSES and not name.endswith("_fp8") else module)
 
 
 def cannot_build(name: str, spec: AttentionSpec, target: Target) -> list[Reason]:
     """Return why a lowering's kernels can't be built for a spec: they failed before, or the lowering itself says so."""
     return has_failed(name, spec, target) or by_name(name).cannot_build(spec, target)
+
+
+def cannot_repeat(name: str, spec: AttentionSpec, target: Target) -> list[Reason]:
+    """Return why a lowering that was chosen in another process can't be built in this. Defines its ops. Raises KeyError as `by_name`."""
+    define(name)
+    is_asked = name in BUILT or name not in CLASSES
+    return (cannot_build if is_asked else has_failed)(name, spec, target)
 
 
 def has_failed(name: str, spec: AttentionSpec | LinearSpec, target: Target) -> list[Reason]:

@@ -12,7 +12,7 @@ import torch
 import attn_compiler
 from attn_compiler import lowerings
 from attn_compiler.lowerings import LOWERINGS, by_name, families, homes, linear_table
-from attn_compiler.lowerings.base import LayoutDemand, Tile
+from attn_compiler.lowerings.base import LayoutDemand, Lowering, Tile
 from attn_compiler.spec.attention import TensorSpec
 from tests import fresh
 from tests.gate import golden, table
@@ -22,7 +22,7 @@ from tests.passes.unpad import encoder
 _FAMILY = """
 import sys, torch
 import attn_compiler.lowerings.homes as homes
-(homes.by_name if sys.argv[1] in homes.CLASSES else homes.define)(sys.argv[1])
+homes.define(sys.argv[1])
 rooms = {name.split(".")[2] for name in sys.modules if name.startswith("attn_compiler.lowerings.")}
 print(*rooms - {"base", "homes", "shared", "fp8", "choice", "graph_ops"})
 print(*(name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("attn_compiler::")))
@@ -42,6 +42,7 @@ def test_a_lowering_imports_its_family_and_the_ops_that_its_code_calls(name: str
 
 def test_a_name_is_one_lowering() -> None:
     assert [lowering.name for lowering in (*LOWERINGS, *linear_table.LINEAR_LOWERINGS)] == list(homes.names())
+    assert {each.name for each in LOWERINGS if type(each).cannot_build is not Lowering.cannot_build} == homes.BUILT
 
 
 def test_an_unknown_name_is_told_which_there_are() -> None:

@@ -13,14 +13,7 @@ from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.onward import Onward
 from attn_compiler.passes.graph.site import Match, Miss, Refused, Site
 from attn_compiler.passes.graph.spelling import Spelling
-from attn_compiler.passes.graph.unit import (
-    FoundSites,
-    Unit,
-    is_anchor_like,
-    module_path,
-    source_line,
-    tensor_kind,
-)
+from attn_compiler.passes.graph.unit import FoundSites, Unit, is_anchor_like, module_path, source_line, tensor_kind
 from attn_compiler.passes.matching import nested_calls, routers, written_out
 from attn_compiler.passes.matching.patterns import PATTERNS, Pattern, sdpa_call, softmaxes
 from attn_compiler.reasons.codes import Code

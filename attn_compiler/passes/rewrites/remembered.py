@@ -101,7 +101,7 @@ class Remembered:
     def _may_be_done(self, kept: KeptFile) -> bool:
         """Return whether this process can build the chosen kernels, which are built then, and may rely on what the passes relied on."""
         for site in kept.report.sites:
-            if lowerings.cannot_build(site.decision.lowering, site.spec, Target.current(site.spec.device)):
+            if lowerings.cannot_repeat(site.decision.lowering, site.spec, Target.current(site.spec.device)):
                 return False
         if self.keyed is None or not self.keyed.values.sizes.hold(kept.guards):
             return False

@@ -19,14 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from attn_compiler.passes.graph import (
-    autograd_functions,
-    library_ops,
-    opaque_calls,
-    regions,
-    relevance,
-    strides,
-)
+from attn_compiler.passes.graph import autograd_functions, library_ops, opaque_calls, regions, relevance, strides
 from attn_compiler.passes.graph.calls import Trying, untried
 from attn_compiler.passes.graph.library_ops import OPS
 from attn_compiler.passes.graph.spelling import Spelled

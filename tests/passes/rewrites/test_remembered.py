@@ -94,10 +94,9 @@ def test_what_this_process_can_not_build_is_not_done_again(monkeypatch: pytest.M
     choice = {"lowerings": ["reference", "math"]}
     assert not is_again(attention, *qkv(), **choice)
     asked: list[Any] = []
-    reference, reason = (
-        type(by_name("reference")),
-        Reason(code=Code.LIBRARY_MISSING, rule="its library loads", observed="it does not"),
-    )
+    reference = type(by_name("reference"))
+    reason = Reason(code=Code.LIBRARY_MISSING, rule="its library loads", observed="it does not")
+    monkeypatch.setattr("attn_compiler.lowerings.homes.BUILT", {"reference"})
     monkeypatch.setattr(reference, "cannot_build", lambda _, *given: asked.append(given) or [])
     # Kernels are built while the graph is compiled, and not by the first call.
     assert is_again(attention, *qkv(), **choice)

@@ -53,10 +53,7 @@ def test_the_plain_case_is_served(name: str) -> None:
         ({"changes": (Sinks(requires_grad=True),)}, "no attention sinks; observed"),
         ({"changes": (Unusual(what="top-8 keys"),)}, "observed top-8 keys"),
         ({"returns_weights": True}, "have no other reader; observed they are returned; call the model with output_att"),
-        (
-            {"mask": UNLISTED},
-            "the mask is causal, a tensor, or both; observed a new kind of mask",
-        ),
+        ({"mask": UNLISTED}, "the mask is causal, a tensor, or both; observed a new kind of mask"),
         ({"scale": -0.125}, "the scale is positive; observed -0.125"),
         ({"softmax_dtype": "float64"}, "the softmax runs in at most float32; observed float64"),
         ({"seqlen_q": 0}, "no axis can be empty; observed seqlen_q 0"),
