@@ -138,20 +138,18 @@ def _run_states(call: LinearTensors, rows: int, part: str = "", **numbers: Any) 
 
 
 def switches(call: LinearTensors) -> Any:
-    """Return the constants of the pass for Hopper. Shared memory has room for three chunks where products are of one part."""
+    """Return the constants of the pass for Hopper. Shared memory has room for three chunks of q and k in products of one part."""
     from attn_compiler.lowerings.linear.kernels.forward_sm90 import PassSwitches
 
-    given = {**call.numbers, "STAGES": 3 if call.sizes.parts == 1 else 2}
+    given = {**call.numbers, "STAGES": 3 if call.sizes.parts == 1 and not call.form.channel else 2}
     return PassSwitches(**{name: given[name] for name in PassSwitches._fields})
 
 
 def _serves_hopper(call: LinearTensors) -> bool:
     """Return whether that pass was timed on such a call, which keeps nothing for gradients, and the copy engine can read the operands.
-    With a decay for each channel it was timed in three parts alone; the state space was not timed."""
+    The state space was not timed."""
     sizes, form, read = call.sizes, call.form, [call.named[name] for name in "qkv"]
-    is_timed = (
-        call.is_delta and (sizes.dim_k, sizes.dim_v) == _TIMED and sizes.parts in ((3,) if form.channel else (1, 3))
-    )
+    is_timed = call.is_delta and (sizes.dim_k, sizes.dim_v) == _TIMED and sizes.parts in (1, 3)
     if not is_timed or form.out_dtype != "bfloat16" or "states" in call.named or not _has_wgmma(call.same.device):
         return False
     return not any(step % 8 for x in read for step in (x.storage_offset(), *x.stride()[:-1]))

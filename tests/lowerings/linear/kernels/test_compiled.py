@@ -25,12 +25,12 @@ pytest.importorskip("triton")
 
 #: bytes that a block may have, of Nvidia's tuning guides
 _SHARED = {80: 163 * 1024, 90: 227 * 1024}
-_WITHOUT_PRODUCTS = frozenset({"one_token", "row_gradients", "channel_sums", "decay_gradients"})
+_WITHOUT_PRODUCTS = frozenset({"one_token", "row_gradients", "decay_gradients"})
 #: Bytes of a thread's stack, of models' heads in bfloat16. Kernels of gradients spill what they use once, after their loop.
 _SPILLED = {
     "head_gradients": 1080,
     "channel_gradients": 500,
-    "channel_pairs": 560,
+    "channel_chunks": 200,
     "state_pass": 540,
     "reverse_pass": 1400,
     "value_gradients": 290,
@@ -38,7 +38,7 @@ _SPILLED = {
 }
 _SPILLED_80 = {
     "head_chunks": 1400,
-    "channel_pairs": 1700,
+    "channel_chunks": 720,
     "state_pass": 1700,
     "head_gradients": 2000,
     "value_gradients": 760,

@@ -38,14 +38,14 @@ def test_results_states_and_gradients_are_the_recurrence(
     assert max(found.values()) < 2e-5, found
 
 
-def test_equal_keys_without_decay_are_no_trouble() -> None:
-    """Powers of the triangle of 64 such rows would be far beyond float32."""
-    form = FORMS["delta"]
+@pytest.mark.parametrize("name", ["delta", "channel"])
+@pytest.mark.parametrize("decay", [0.0, 0.3, 2.0])
+def test_equal_keys_are_no_trouble(name: str, decay: float) -> None:
+    """Powers of the triangle of 64 such rows would be far beyond float32; so would decays that are divided by each other."""
+    form = FORMS[name]
     given = dict(zip(form.roles, problem(form, (128, 1, 1, 16, 16)), strict=True))
     with torch.no_grad():
-        given["k"][:] = given["k"][:, :1]
-        given["beta"].fill_(1.0)
-        given["g"].zero_()
+        given["k"][:], given["beta"][:], given["g"][:] = given["k"][:, :1], 1.0, -decay
     assert max(furthest(form, list(given.values())).values()) < 2e-5
 
 

@@ -18,25 +18,23 @@ from unittest import mock
 import triton
 import triton.language as tl
 
-from attn_compiler.lowerings.linear.kernels.channel import channel_inverse
+from attn_compiler.lowerings.linear.kernels.pieces import join_pieces
 from attn_compiler.lowerings.shared.kernels import releases_assembler_sm90
 from attn_compiler.lowerings.shared.launching import compiling
 from attn_compiler.spec.assemblers import Assembler, _release_of
 from benchmarks.kernel_code import _Driver
 
 _TENSORS = (triton.MockTensor(tl.float32),) * 5
-_NUMBERS = dict.fromkeys("heads length chunks v_b v_s v_h beta_b beta_s beta_h C DV WV".split(), 64) | {
-    "PARTS": 3,
-    "PLANES": 3,
-}
+_NUMBERS = dict.fromkeys(join_pieces.arg_names[5:], 64) | {"DELTA": True, "REVERSED": False, "PARTS": 3}
 
 
 @triton.jit
 def somebody_elses(
-    V, Beta, Lower, Inverse, Factors, heads, length, chunks, v_b, v_s, v_h, beta_b, beta_s, beta_h,
-    C: tl.constexpr, DV: tl.constexpr, WV: tl.constexpr, PARTS: tl.constexpr, PLANES: tl.constexpr,
+    Locals, Wholes, Sums, Edge, Between, heads, chunks, pieces, of_piece, edge_b, edge_h, edge_k, edge_v,
+    C: tl.constexpr, DK: tl.constexpr, WK: tl.constexpr, DV: tl.constexpr, WV: tl.constexpr, BV: tl.constexpr, LOCAL: tl.constexpr,
+    WIDE: tl.constexpr, DELTA: tl.constexpr, REVERSED: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    tl.store(Inverse + tl.arange(0, C), tl.load(Lower + tl.arange(0, C)))
+    tl.store(Between + tl.arange(0, C), tl.load(Locals + tl.arange(0, C)))
 
 
 def _compiled(kernel: Any) -> tuple[str, Any]:
@@ -58,9 +56,9 @@ def _found(is_told: bool) -> dict[str, Any]:
         mock.patch.object(releases_assembler_sm90, "hopper_assembler", return_value=chosen),
         ThreadPoolExecutor(4) as threads,
     ):
-        kernels = (channel_inverse, somebody_elses)
+        kernels = (join_pieces, somebody_elses)
         ours, others = threads.map(_compiled, kernels)
-        launched = _launched(channel_inverse)
+        launched = _launched(join_pieces)
     return {
         "ours": _maker(ours[1].asm["cubin"]),
         "others": _maker(others[1].asm["cubin"]),
