@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attn_compiler.lowerings.linear import plain_calls
 from attn_compiler.lowerings.linear.kernels import channel, forward as kernels
-from attn_compiler.lowerings.linear.triton_passes import edge_strides, states
+from attn_compiler.lowerings.linear.triton_passes import edge_strides, serves_hopper, states
 from attn_compiler.lowerings.linear.triton_sizes import empty, wide
 from attn_compiler.lowerings.linear.triton_tensors import LinearTensors
 from attn_compiler.lowerings.shared.calls.leaf_calls import or_else
@@ -20,13 +21,10 @@ from attn_compiler.spec.linear import LinearForm
 BLOCK = 16
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, skip: Tensor | None, state: Tensor | None, text: str
-) -> tuple[Tensor, Tensor]:
+def forward(*given: Any) -> tuple[Tensor, Tensor]:
     """Compute `linear_chunks`; by plain ops where a kernel can't be compiled or started."""
-    given = (q, k, v, g, beta, skip, state, text)
     launch_all, instead = functools.partial(_launched, *given), functools.partial(plain_calls.forward, *given)
-    return or_else("linear_chunks", text, launch_all, instead)
+    return or_else("linear_chunks", given[-1], launch_all, instead)
 
 
 def _launched(
@@ -58,7 +56,8 @@ def chunks(call: LinearTensors) -> None:
     """Compute all that does not depend on the state."""
     sizes, named = call.sizes, call.named
     q, many = named["q"], (sizes.batch, sizes.heads, sizes.chunks)
-    named["pairs"] = sizes.in_parts((*many, sizes.chunk, sizes.chunk), q)
+    if call.is_delta or not serves_hopper(call):
+        named["pairs"] = sizes.in_parts((*many, sizes.chunk, sizes.chunk), q)
     named["norms"] = empty((*many, 2, sizes.chunk), q)
     if call.is_delta:
         named["inverse"] = sizes.in_parts((*many, sizes.chunk, sizes.chunk), q)

@@ -23,8 +23,8 @@ _PROCESSORS = 132
 _FEWEST = 4
 #: fewest chunks of a piece; most channels of k, so that one product joins states
 _SHORTEST, _WIDEST = 8, 128
-#: channels of heads of k and v for which the pass for Hopper was timed
-_TIMED = (128, 128)
+#: channels of heads of k and v, and dtype of results, for which the pass for Hopper was timed: with the delta rule, and without it
+_TIMED = {True: (128, 128, "bfloat16"), False: (128, 64, "float32")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +128,7 @@ def _run(call: LinearTensors, kernel: Any, programs: int, part: str = "", **numb
 def _run_states(call: LinearTensors, rows: int, part: str = "", **numbers: Any) -> None:
     """Launch the pass over states. rows: of batch, heads and pieces."""
     programs = rows * call.sizes.blocks
-    if not _serves_hopper(call):
+    if not serves_hopper(call):
         _run(call, kernels.state_pass, programs, part=part, **numbers)
         return
     # Imported late: releases of Triton without Gluon's instructions for Hopper run the other kernels.
@@ -138,19 +138,19 @@ def _run_states(call: LinearTensors, rows: int, part: str = "", **numbers: Any) 
 
 
 def switches(call: LinearTensors) -> Any:
-    """Return the constants of the pass for Hopper. Shared memory has room for three chunks of q and k in products of one part."""
+    """Return the constants of the pass for Hopper. Shared memory has room for three chunks of q and k where products are of one part."""
     from attn_compiler.lowerings.linear.kernels.forward_sm90 import PassSwitches
 
     given = {**call.numbers, "STAGES": 3 if call.sizes.parts == 1 and not call.form.channel else 2}
     return PassSwitches(**{name: given[name] for name in PassSwitches._fields})
 
 
-def _serves_hopper(call: LinearTensors) -> bool:
-    """Return whether that pass was timed on such a call, which keeps nothing for gradients, and the copy engine can read the operands.
-    The state space was not timed."""
-    sizes, form, read = call.sizes, call.form, [call.named[name] for name in "qkv"]
-    is_timed = call.is_delta and (sizes.dim_k, sizes.dim_v) == _TIMED and sizes.parts in (1, 3)
-    if not is_timed or form.out_dtype != "bfloat16" or "states" in call.named or not _has_wgmma(call.same.device):
+def serves_hopper(call: LinearTensors) -> bool:
+    """Return whether the pass for Hopper was timed on such a call, which keeps nothing for gradients, and the copy engine can read the
+    operands."""
+    sizes, read = call.sizes, [call.named[name] for name in "qkv"]
+    is_timed = sizes.parts and (sizes.dim_k, sizes.dim_v, call.form.out_dtype) == _TIMED[call.is_delta]
+    if not is_timed or "grad" in call.named or not _has_wgmma(call.same.device):
         return False
     return not any(step % 8 for x in read for step in (x.storage_offset(), *x.stride()[:-1]))
 

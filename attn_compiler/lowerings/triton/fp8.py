@@ -26,10 +26,7 @@ from attn_compiler.spec.target import Target
 _ROOMY = 128
 #: By head dim, for masks of nothing but a band. On an H200, S 8192, causal and full, TFLOP/s: 545 and 568 at head dim 64 (64x64 w4 s3: 529
 #: and 561), 773 and 834 at 128 (643 and 670).
-_HOPPER = {
-    64: Tile(queries=64, keys=128, warps=4, stages=2),
-    128: Tile(queries=64, keys=128, warps=4, stages=3),
-}
+_HOPPER = {64: Tile(queries=64, keys=128, warps=4, stages=2), 128: Tile(queries=64, keys=128, warps=4, stages=3)}
 #: sites that the kernels in half precision take, which run the backward, with the head dims of those in FP8
 _TAKES = dataclasses.replace(kernel_limits.TAKES, head_dims=FP8.head_dims)
 _WIDE_HEADS = Tile(queries=64, keys=64, warps=8, stages=2)

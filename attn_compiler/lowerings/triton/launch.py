@@ -69,10 +69,7 @@ def single_gradients(shared: Backward) -> dict[str, Callable[[], None]]:
     The calls launch on the current device, which has to be the tensors'.
     """
     _launch_row_stats(shared)
-    return {
-        "grad_q": functools.partial(_launch_grad_q, shared),
-        "grad_kv": functools.partial(_launch_grad_kv, shared),
-    }
+    return {"grad_q": functools.partial(_launch_grad_q, shared), "grad_kv": functools.partial(_launch_grad_kv, shared)}
 
 
 def _run_backward(shared: Backward) -> list[torch.Tensor]:

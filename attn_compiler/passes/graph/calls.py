@@ -11,10 +11,7 @@ import torch
 from torch import fx
 
 #: the name of an argument in PyTorch's own functions -> all names by which they take it, NumPy's included
-_NAMES: Mapping[str, tuple[str, ...]] = {
-    "input": ("input", "self", "x", "a", "x1"),
-    "dim": ("dim", "axis"),
-}
+_NAMES: Mapping[str, tuple[str, ...]] = {"input": ("input", "self", "x", "a", "x1"), "dim": ("dim", "axis")}
 
 
 def target_name(node: fx.Node) -> str:

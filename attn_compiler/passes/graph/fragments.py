@@ -224,13 +224,7 @@ def _recorded(inputs: NodeInputs, result: Any, made: Sequence[fx.Node], tracer: 
         after = torch_tracing.traced_node(value, tracer)
         if after is not before:
             moved.append((i, _place(after, places) - len(inputs.nodes)))
-    return _Fragment(
-        mode=mode,
-        steps=steps,
-        results=results,
-        spec=spec,
-        moved=tuple(moved),
-    )
+    return _Fragment(mode=mode, steps=steps, results=results, spec=spec, moved=tuple(moved))
 
 
 def _is_number(node: fx.Node) -> bool:

@@ -201,13 +201,7 @@ VIEWS: dict[object, Handler] = {
 }
 
 #: ops that cost memory traffic or repeat elements: an operand is read from above them where it can be
-_COSTLY = {
-    *EXPANDS,
-    aten.repeat_interleave.self_int,
-    aten.repeat.default,
-    aten.contiguous.default,
-    aten.clone.default,
-}
+_COSTLY = {*EXPANDS, aten.repeat_interleave.self_int, aten.repeat.default, aten.contiguous.default, aten.clone.default}
 
 
 #: ops that ask a tensor for its shape, dtype or device -> which argument that is; no element of it is read

@@ -306,13 +306,7 @@ def _ready_made(part: Summand) -> ProvedScore | None:
 
 
 #: A new kind: one recogniser here, its class in added_scores.py, its test. The first that knows a summand names it
-RECOGNISERS: tuple[Callable[[Summand], ProvedScore | None], ...] = (
-    _alibi,
-    _relative,
-    _gathered,
-    _penalty,
-    _ready_made,
-)
+RECOGNISERS: tuple[Callable[[Summand], ProvedScore | None], ...] = (_alibi, _relative, _gathered, _penalty, _ready_made)
 
 
 def tensors(kind: ProvedScore) -> set[str]:

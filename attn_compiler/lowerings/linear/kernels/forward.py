@@ -41,7 +41,7 @@ def head_chunks(
     C: tl.constexpr, DK: tl.constexpr, WK: tl.constexpr, DV: tl.constexpr, WV: tl.constexpr, DELTA: tl.constexpr, NORM: tl.constexpr,
     PARTS: tl.constexpr, PLANES: tl.constexpr, OF_PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (chunks B H,). Q, K: (B, S, H / group, DK). V: (B, S, H, DV). G, Beta: (B, S, H). Inverse (with DELTA alone), Pairs: T and P,
+    """Grid: (chunks B H,). Q, K: (B, S, H / group, DK). V: (B, S, H, DV). G, Beta: (B, S, H). Inverse (of DELTA), Pairs (or None): T, P,
     (B, H, chunks, C, C). Sums: c in two parts, (B, H, chunks, 2, C). Norms: b and a, (B, H, chunks, 2, C). Factors: e b, e a, r a, β, and
     exp(c at the end), but first 1 if β v or T holds a number that is not finite, else 0; (B, H, chunks, 5, C). All results in float32."""
     at = tl.program_id(0).to(tl.int64)
@@ -52,16 +52,19 @@ def head_chunks(
     # All are loaded before any is used.
     g = numbers(G + batch * g_b + head * g_h, token, length, g_s)
     beta = numbers(Beta + batch * beta_b + head * beta_h, token, length, beta_s)
-    k = rows(K + batch * k_b + head // group * k_h, token, length, k_s, d, DK, WK)
-    q = rows(Q + batch * q_b + head // group * q_h, token, length, q_s, d, DK, WK)
+    if Pairs is not None:
+        k = rows(K + batch * k_b + head // group * k_h, token, length, k_s, d, DK, WK)
+        q = rows(Q + batch * q_b + head // group * q_h, token, length, q_s, d, DK, WK)
     v = rows(V + batch * v_b + head * v_h, token, length, v_s, tl.arange(0, WV), DV, WV)
     is_bad = has_bad(v.to(tl.float32) * beta[:, None])
     c, less = exact_sums(g)
     tl.store(Sums + at * 2 * C + i, c)
     tl.store(Sums + at * 2 * C + C + i, less)
-    a, b = norm_factor(k, eps, NORM), norm_factor(q, eps, NORM) * scale
-    tl.store(Norms + at * 2 * C + i, b)
-    tl.store(Norms + at * 2 * C + C + i, a)
+    a, b = i * 0.0 + 1.0, i * 0.0 + scale
+    if Pairs is not None:
+        a, b = norm_factor(k, eps, NORM), norm_factor(q, eps, NORM) * scale
+        tl.store(Norms + at * 2 * C + i, b)
+        tl.store(Norms + at * 2 * C + C + i, a)
     end = tl.sum(tl.where(i == C - 1, c, 0.0), 0)
     rest = (end - c) + (tl.sum(tl.where(i == C - 1, less, 0.0), 0) - less)
     Factors += at * 5 * C + i
@@ -69,11 +72,12 @@ def head_chunks(
     tl.store(Factors + C, tl.exp(c) * a)
     tl.store(Factors + 2 * C, tl.exp(rest) * a)
     tl.store(Factors + 3 * C, beta)
-    is_seen = i[:, None] >= i[None, :]
-    decay = tl.where(is_seen, tl.exp(tl.where(is_seen, pairs_of(c, less), 0.0)), 0.0) * a[None, :]
-    pairs = tl.where(is_seen, product(q, tl.trans(k), PARTS) * decay * b[:, None], 0.0)
-    of_pairs, plane = at * PLANES * C * C + i[:, None] * C + i[None, :], C * C
-    store_parts(Pairs, of_pairs, plane, pairs, OF_PAIRS)
+    if Pairs is not None:
+        is_seen = i[:, None] >= i[None, :]
+        decay = tl.where(is_seen, tl.exp(tl.where(is_seen, pairs_of(c, less), 0.0)), 0.0) * a[None, :]
+        pairs = tl.where(is_seen, product(q, tl.trans(k), PARTS) * decay * b[:, None], 0.0)
+        of_pairs, plane = at * PLANES * C * C + i[:, None] * C + i[None, :], C * C
+        store_parts(Pairs, of_pairs, plane, pairs, OF_PAIRS)
     if DELTA:
         lower = product(k, tl.trans(k), PARTS) * decay * (beta * a)[:, None]
         lower = tl.where(i[:, None] > i[None, :], lower, 0.0)

@@ -30,10 +30,10 @@ COLUMNS = gl.constexpr(64)
 _MANY, _FEW = gl.constexpr(168), gl.constexpr(24)
 
 #: Constants, as in forward.py. STAGES: chunks in shared memory.
-PassSwitches = namedtuple("PassSwitches", "C WK WV PARTS OF_OUT CHANNEL STAGES")
+PassSwitches = namedtuple("PassSwitches", "C WK WV PARTS OF_OUT DELTA CHANNEL STAGES")
 #: Tensors, as descriptors, or addresses of a head's first number. early, later: k, or with CHANNEL what is multiplied with S and u.
-_Memory = namedtuple("_Memory", "early later queries v inverse pairs out factors sums")
-#: Buffers in shared memory. states, news: parts of S and u. firsts: of `first_bad`.
+_Memory = namedtuple("_Memory", "early later queries v inverse pairs out factors sums skip head")
+#: Buffers in shared memory. states, news: parts of S and u. firsts: of `first_bad`. decays: of CHANNEL; of the state space, c in two parts.
 _Tiles = namedtuple("_Tiles", "early later queries v inverse pairs out factors decays states news firsts")
 #: Whether tiles of the state's warpgroup, of the outputs', S and u are full, or free to be overwritten.
 _Barriers = namedtuple("_Barriers", "full empty q_full q_empty s_full s_empty u_full u_empty")
@@ -109,8 +109,7 @@ def _without_bad(u, i, C: gl.constexpr):
 
 @gluon.jit
 def _number(tile):
-    NUMBER: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    return gl.max(tile.load(NUMBER), 0)
+    return gl.max(tile.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
@@ -133,22 +132,26 @@ def _carry(First, Last, tiles, barriers, count, first_k, first_v, last_k, last_v
         mbarrier.wait(barriers.full.index(stage), (n // how.STAGES) & 1)
         factors = tiles.factors.index(stage)
         is_bad = _number(factors.slice(3 * how.C, 1)) != 0.0
-        seen = _times(parts, _tiles_of(tiles.early, stage, OF_KEYS, True), no_tokens, how.PARTS, OF_KEYS, False)
+        if how.DELTA:
+            seen = _times(parts, _tiles_of(tiles.early, stage, OF_KEYS, True), no_tokens, how.PARTS, OF_KEYS, False)
         mbarrier.wait(barriers.s_empty.index(0), (n & 1) ^ 1)
         _hand_over(parts, tiles.states, barriers.s_full.index(0), how.OF_OUT)
-        v = tiles.v.index(stage).permute([1, 0]).load(TOKENS).to(gl.float32)
-        seen = warpgroup_mma_wait(0, deps=(seen,))
-        if not how.CHANNEL:
-            seen = seen * factors.slice(0, how.C).load(OF_TOKEN)[None, :]
-        u = (v - seen) * factors.slice(2 * how.C, how.C).load(OF_TOKEN)[None, :]
-        first = gl.full([COLUMNS], how.C, gl.int32, layout=gl.SliceLayout(1, TOKENS))
-        if is_bad:
-            u, first = _without_bad(u, i, how.C)
-        inverse = _tiles_of(tiles.inverse, stage, how.PARTS, True)
-        u = _times(_parts_of(u, TOKENS, how.PARTS), inverse, no_tokens, how.PARTS, how.PARTS, False)
-        u = warpgroup_mma_wait(0, deps=(u,))
-        if is_bad:
-            u = gl.where(i[None, :] >= first[:, None], float("nan"), u)
+        u = tiles.v.index(stage).permute([1, 0]).load(TOKENS).to(gl.float32)
+        if how.DELTA:
+            seen = warpgroup_mma_wait(0, deps=(seen,))
+            if not how.CHANNEL:
+                seen = seen * factors.slice(0, how.C).load(OF_TOKEN)[None, :]
+            u = u - seen
+        u = u * factors.slice(2 * how.C, how.C).load(OF_TOKEN)[None, :]
+        if how.DELTA:
+            first = gl.full([COLUMNS], how.C, gl.int32, layout=gl.SliceLayout(1, TOKENS))
+            if is_bad:
+                u, first = _without_bad(u, i, how.C)
+            inverse = _tiles_of(tiles.inverse, stage, how.PARTS, True)
+            u = _times(_parts_of(u, TOKENS, how.PARTS), inverse, no_tokens, how.PARTS, how.PARTS, False)
+            u = warpgroup_mma_wait(0, deps=(u,))
+            if is_bad:
+                u = gl.where(i[None, :] >= first[:, None], float("nan"), u)
         if how.CHANNEL:
             late = u
             kept = state * tiles.decays.index(stage).load(gl.SliceLayout(0, STATE))[None, :]
@@ -156,15 +159,13 @@ def _carry(First, Last, tiles, barriers, count, first_k, first_v, last_k, last_v
             late = u * factors.slice(how.C, how.C).load(OF_TOKEN)[None, :]
             kept = state * _number(factors.slice(3 * how.C + 1, 1))
         keys = _tiles_of(tiles.later, stage, OF_KEYS, False)
-        parts_of_late = _parts_of(late, STATE, how.PARTS)
-        state = _times(parts_of_late, keys, kept, how.PARTS, OF_KEYS, how.PARTS < 3)
+        state = _times(_parts_of(late, STATE, how.PARTS), keys, kept, how.PARTS, OF_KEYS, how.PARTS < 3)
         # What the outputs need goes while the tensor cores run.
         mbarrier.wait(barriers.u_empty.index(0), (n & 1) ^ 1)
         if is_bad:
             u, first_of_u = _without_bad(u, i, how.C)
             tiles.firsts.store(first_of_u)
-        values = _parts_of(u, TOKENS, how.OF_OUT)
-        _hand_over(values, tiles.news, barriers.u_full.index(0), how.OF_OUT)
+        _hand_over(_parts_of(u, TOKENS, how.OF_OUT), tiles.news, barriers.u_full.index(0), how.OF_OUT)
         state = warpgroup_mma_wait(0, deps=(state,))
         if how.PARTS == 3:
             state = state + kept
@@ -172,6 +173,19 @@ def _carry(First, Last, tiles, barriers, count, first_k, first_v, last_k, last_v
         mbarrier.arrive(barriers.empty.index(stage))
     if is_last:
         gl.store(Last + (d[None, :] * last_k + e[:, None] * last_v), state.to(Last.dtype.element_ty))
+
+
+@gluon.jit
+def _write(memory, tiles, barriers, token, column, stage, tile, out):
+    """Write outputs of a chunk through a tile in shared memory, once those of the chunk before are read."""
+    tma.store_wait(0)
+    barrier_of_threads()
+    mbarrier.arrive(barriers.u_empty.index(0))
+    mbarrier.arrive(barriers.q_empty.index(stage))
+    tile.store(out.to(tile.dtype))
+    fence_async_shared()
+    barrier_of_threads()
+    async_store(memory.out, [token, column], tiles.out)
 
 
 @gluon.jit
@@ -204,64 +218,97 @@ def _outputs(memory, tiles, barriers, first_chunk, count, column, how: gl.conste
         out = _times(_tiles_of(tiles.news, 0, PARTS, False), pairs, out, PARTS, PARTS, True)
         out = warpgroup_mma_wait(0, deps=(out,))
         if is_bad:
-            first = tiles.firsts.load(gl.SliceLayout(1, OUT))
-            out = gl.where(i[None, :] >= first[:, None], float("nan"), out)
-        # Until the outputs of the chunk before are read.
-        tma.store_wait(0)
-        barrier_of_threads()
-        mbarrier.arrive(barriers.u_empty.index(0))
-        mbarrier.arrive(barriers.q_empty.index(stage))
-        tiles.out.permute([1, 0]).store(out.to(tiles.out.dtype))
-        fence_async_shared()
-        barrier_of_threads()
-        async_store(memory.out, [(first_chunk + n) * how.C, column], tiles.out)
+            out = gl.where(i[None, :] >= tiles.firsts.load(gl.SliceLayout(1, OUT))[:, None], float("nan"), out)
+        _write(memory, tiles, barriers, (first_chunk + n) * how.C, column, stage, tiles.out.permute([1, 0]), out)
     tma.store_wait(0)
 
 
 @gluon.jit
-def _load_parts(memory, chunk, barrier, tiles, stage, COUNT: gl.constexpr, how: gl.constexpr):
-    """Load the first parts of a tile of a chunk."""
+def _by_decays(memory, tiles, barriers, first_chunk, count, column, how: gl.constexpr):
+    """Compute o, (C, columns), of the state space. P is made of q, k and c, while the state arrives."""
+    OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, how.C, 16])
+    ROW: gl.constexpr = gl.SliceLayout(1, OUT)
+    COLUMN: gl.constexpr = gl.SliceLayout(0, OUT)
+    i, j = gl.arange(0, how.C, layout=ROW)[:, None], gl.arange(0, how.C, layout=COLUMN)[None, :]
+    none = gl.zeros([how.C, COLUMNS], gl.float32, layout=OUT)
+    for n in range(count):
+        stage, phase = n % how.STAGES, (n // how.STAGES) & 1
+        mbarrier.wait(barriers.full.index(stage), phase)
+        mbarrier.wait(barriers.q_full.index(stage), phase)
+        queries = _tiles_of(tiles.queries, stage, 1, False)
+        pairs = _times(queries, _tiles_of(tiles.early, stage, 1, True), none, 1, 1, False)
+        factors, sums = tiles.factors.index(stage), tiles.decays.index(stage)
+        c, less = sums.slice(0, how.C), sums.slice(how.C, how.C)
+        decay = (c.load(ROW)[:, None] - c.load(COLUMN)[None, :]) + (
+            less.load(ROW)[:, None] - less.load(COLUMN)[None, :]
+        )
+        decay = gl.exp2(gl.where(i >= j, decay, 0.0) * LOG2E)
+        pairs = warpgroup_mma_wait(0, deps=(pairs,))
+        pairs = _parts_of(gl.where(i >= j, pairs * decay, 0.0), OUT, how.OF_OUT)
+        mbarrier.wait(barriers.s_full.index(0), n & 1)
+        out = _times(queries, _tiles_of(tiles.states, 0, how.OF_OUT, True), none, 1, how.OF_OUT, False)
+        out = warpgroup_mma_wait(0, deps=(out,))
+        barrier_of_threads()
+        mbarrier.arrive(barriers.s_empty.index(0))
+        out = out * factors.slice(0, how.C).load(ROW)[:, None]
+        mbarrier.wait(barriers.u_full.index(0), n & 1)
+        more = _times(pairs, _tiles_of(tiles.news, 0, how.OF_OUT, True), none, how.OF_OUT, how.OF_OUT, False)
+        out = out + warpgroup_mma_wait(0, deps=(more,))
+        if _number(factors.slice(3 * how.C, 1)) != 0.0:
+            out = gl.where(i >= tiles.firsts.load(COLUMN)[None, :], float("nan"), out)
+        if memory.skip is not None:
+            v = tiles.v.index(stage).load(OUT).to(gl.float32)
+            out = out + v * gl.load(memory.skip + memory.head).to(gl.float32)
+        _write(memory, tiles, barriers, (first_chunk + n) * how.C, column, stage, tiles.out, out)
+        mbarrier.arrive(barriers.empty.index(stage))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _load_parts(memory, chunk, barrier, tiles, stage, COUNT: gl.constexpr, PARTS: gl.constexpr, C: gl.constexpr):
+    """Load the first parts of a tile of a chunk, which has PARTS of them in memory."""
     for n in gl.static_range(COUNT):
-        async_load(memory, [(chunk * how.PARTS + n) * how.C, 0], barrier, tiles.index(stage * COUNT + n))
+        async_load(memory, [(chunk * PARTS + n) * C, 0], barrier, tiles.index(stage * COUNT + n))
 
 
 @gluon.jit
 def _fetch(memory, tiles, barriers, first_chunk, count, column, how: gl.constexpr):
     """Load chunks ahead."""
     NUMBERS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    OF_KEYS: gl.constexpr = 2 * how.PARTS if how.CHANNEL else 1
+    OF_KEYS: gl.constexpr = how.PARTS if how.CHANNEL else 1
+    LATER: gl.constexpr = how.PARTS if how.CHANNEL else 0
     OF_QUERIES: gl.constexpr = how.OF_OUT if how.CHANNEL else 1
+    INVERSE: gl.constexpr = how.PARTS if how.DELTA else 0
+    OF_PAIRS: gl.constexpr = how.OF_OUT if how.DELTA else 0
     KEYS: gl.constexpr = memory.queries.block_type.nbytes
     SQUARE: gl.constexpr = memory.pairs.block_type.nbytes
-    BYTES: gl.constexpr = OF_KEYS * KEYS + how.PARTS * SQUARE + memory.v.block_type.nbytes
-    own, d = gl.arange(0, 4 * how.C, layout=NUMBERS), gl.arange(0, how.WK, layout=NUMBERS)
+    BYTES: gl.constexpr = (OF_KEYS + LATER) * KEYS + INVERSE * SQUARE + memory.v.block_type.nbytes
+    WIDTH: gl.constexpr = how.WK if how.CHANNEL else 2 * how.C
+    own, d = gl.arange(0, 4 * how.C, layout=NUMBERS), gl.arange(0, WIDTH, layout=NUMBERS)
     for n in range(count):
         stage, phase = n % how.STAGES, (n // how.STAGES) & 1
         full, q_full = barriers.full.index(stage), barriers.q_full.index(stage)
-        chunk, token = first_chunk + n, (first_chunk + n) * how.C
+        chunk = first_chunk + n
         factors = gl.load(memory.factors + (chunk * 5 * how.C + how.C + own))
         if how.CHANNEL:
-            ends = gl.load(memory.sums + (chunk * how.C * how.WK + (how.C - 1) * how.WK + d))
+            decays = gl.exp2(gl.load(memory.sums + (chunk * how.C * how.WK + (how.C - 1) * how.WK + d)) * LOG2E)
+        if not how.DELTA:
+            decays = gl.load(memory.sums + (chunk * 2 * how.C + d))
         mbarrier.wait(barriers.empty.index(stage), phase ^ 1)
         mbarrier.expect(full, BYTES)
-        if how.CHANNEL:
-            _load_parts(memory.early, chunk, full, tiles.early, stage, how.PARTS, how)
-            _load_parts(memory.later, chunk, full, tiles.later, stage, how.PARTS, how)
-            tiles.decays.index(stage).store(gl.exp2(ends * LOG2E))
-        else:
-            async_load(memory.early, [token, 0], full, tiles.early.index(stage))
-        async_load(memory.v, [token, column], full, tiles.v.index(stage))
-        _load_parts(memory.inverse, chunk, full, tiles.inverse, stage, how.PARTS, how)
+        _load_parts(memory.early, chunk, full, tiles.early, stage, OF_KEYS, OF_KEYS, how.C)
+        _load_parts(memory.later, chunk, full, tiles.later, stage, LATER, how.PARTS, how.C)
+        async_load(memory.v, [chunk * how.C, column], full, tiles.v.index(stage))
+        _load_parts(memory.inverse, chunk, full, tiles.inverse, stage, INVERSE, how.PARTS, how.C)
         tiles.factors.index(stage).store(factors)
+        if how.CHANNEL or not how.DELTA:
+            tiles.decays.index(stage).store(decays)
         barrier_of_threads()
         mbarrier.arrive(full)
         mbarrier.wait(barriers.q_empty.index(stage), phase ^ 1)
-        mbarrier.expect(q_full, OF_QUERIES * KEYS + how.OF_OUT * SQUARE)
-        if how.CHANNEL:
-            _load_parts(memory.queries, chunk, q_full, tiles.queries, stage, how.OF_OUT, how)
-        else:
-            async_load(memory.queries, [token, 0], q_full, tiles.queries.index(stage))
-        _load_parts(memory.pairs, chunk, q_full, tiles.pairs, stage, how.OF_OUT, how)
+        mbarrier.expect(q_full, OF_QUERIES * KEYS + OF_PAIRS * SQUARE)
+        _load_parts(memory.queries, chunk, q_full, tiles.queries, stage, OF_QUERIES, OF_KEYS, how.C)
+        _load_parts(memory.pairs, chunk, q_full, tiles.pairs, stage, OF_PAIRS, how.PARTS, how.C)
 
 
 @gluon.jit
@@ -288,7 +335,7 @@ def _ring(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @assembled_gluon(do_not_specialize=["length", "chunks", "pieces", "of_piece"])
 def state_pass_sm90(
-    Q, K, V, Inverse, Pairs, Sums, Factors, Queries, Early, Later, First, Out, Last,
+    Q, K, V, Skip, Inverse, Pairs, Sums, Factors, Queries, Early, Later, First, Out, Last,
     heads, group, length, chunks, pieces, of_piece,
     q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, first_b, first_h, first_k, first_v, first_p, last_k, last_v, HOW: gl.constexpr,
 ):  # fmt: skip
@@ -299,7 +346,6 @@ def state_pass_sm90(
     PARTS: gl.constexpr = how.PARTS
     STAGES: gl.constexpr = how.STAGES
     OF_KEYS: gl.constexpr = PARTS if how.CHANNEL else 1
-    OF_QUERIES: gl.constexpr = how.OF_OUT if how.CHANNEL else 1
     blocks: gl.constexpr = how.WV // COLUMNS
     column = gl.program_id(0) % blocks * COLUMNS
     row, piece = (gl.program_id(0) // blocks // pieces).to(gl.int64), gl.program_id(0) // blocks % pieces
@@ -307,8 +353,6 @@ def state_pass_sm90(
     first_chunk = piece * of_piece
     count = gl.minimum(first_chunk + of_piece, chunks) - first_chunk
     planes = chunks * PARTS * C
-    of_pairs = _rows_of(Pairs + at * PARTS * C * C, planes, C, C, C, C)
-    of_inverse = _rows_of(Inverse + at * PARTS * C * C, planes, C, C, C, C)
     if how.CHANNEL:
         early = _rows_of(Early + at * PARTS * C * DIMS, planes, DIMS, C, DIMS, DIMS)
         later = _rows_of(Later + at * PARTS * C * DIMS, planes, DIMS, C, DIMS, DIMS)
@@ -317,11 +361,15 @@ def state_pass_sm90(
         early = _rows_of(K + batch * k_b + head // group * k_h, length, k_s, C, DIMS, DIMS)
         later = early
         queries = _rows_of(Q + batch * q_b + head // group * q_h, length, q_s, C, DIMS, DIMS)
+    of_inverse, of_pairs = early, early
+    if how.DELTA:
+        of_pairs = _rows_of(Pairs + at * PARTS * C * C, planes, C, C, C, C)
+        of_inverse = _rows_of(Inverse + at * PARTS * C * C, planes, C, C, C, C)
     memory = _Memory(
         early=early, later=later, queries=queries, v=_rows_of(V + batch * v_b + head * v_h, length, v_s, C, how.WV, COLUMNS),
         inverse=of_inverse, pairs=of_pairs,
         out=_rows_of(Out + (batch * length * heads + head) * how.WV, length, heads * how.WV, C, how.WV, COLUMNS),
-        factors=Factors + at * 5 * C, sums=Sums + at * C * DIMS,
+        factors=Factors + at * 5 * C, sums=Sums + at * (C * DIMS if how.CHANNEL else 2 * C), skip=Skip, head=head,
     )  # fmt: skip
     NUMBERS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     STATES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COLUMNS, DIMS], gl.bfloat16)
@@ -329,29 +377,24 @@ def state_pass_sm90(
     of_keys = _room(early, STAGES * OF_KEYS, C, DIMS)
     tiles = _Tiles(
         early=of_keys, later=_room(later, STAGES * OF_KEYS, C, DIMS) if how.CHANNEL else of_keys,
-        queries=_room(queries, STAGES * OF_QUERIES, C, DIMS), v=_room(memory.v, STAGES, C, COLUMNS),
-        inverse=_room(of_inverse, STAGES * PARTS, C, C), pairs=_room(of_pairs, STAGES * how.OF_OUT, C, C),
+        queries=_room(queries, STAGES * (how.OF_OUT if how.CHANNEL else 1), C, DIMS), v=_room(memory.v, STAGES, C, COLUMNS),
+        inverse=_room(of_inverse, STAGES * PARTS, C, C) if how.DELTA else of_keys,
+        pairs=_room(of_pairs, STAGES * how.OF_OUT, C, C) if how.DELTA else of_keys,
         out=_room(memory.out, 1, C, COLUMNS).index(0),
         factors=gl.allocate_shared_memory(gl.float32, [STAGES, 4 * C], NUMBERS),
-        decays=gl.allocate_shared_memory(gl.float32, [STAGES, DIMS], NUMBERS),
+        decays=gl.allocate_shared_memory(gl.float32, [STAGES, DIMS if how.DELTA else 2 * C], NUMBERS),
         states=gl.allocate_shared_memory(gl.bfloat16, [how.OF_OUT, COLUMNS, DIMS], STATES),
         news=gl.allocate_shared_memory(gl.bfloat16, [how.OF_OUT, COLUMNS, C], VALUES),
         firsts=gl.allocate_shared_memory(gl.int32, [COLUMNS], NUMBERS),
     )  # fmt: skip
     barriers = _Barriers(
-        full=_ring(STAGES, 2), empty=_ring(STAGES, 1), q_full=_ring(STAGES, 1), q_empty=_ring(STAGES, 1),
+        full=_ring(STAGES, 2), empty=_ring(STAGES, 1 if how.DELTA else 2), q_full=_ring(STAGES, 1), q_empty=_ring(STAGES, 1),
         s_full=_ring(1, 1), s_empty=_ring(1, 1), u_full=_ring(1, 1), u_empty=_ring(1, 1),
     )  # fmt: skip
     fence_async_shared()
     first, last = First, Last + (row * DIMS * how.WV + column * last_v)
     if First is not None:
         first = First + (batch * first_b + head * first_h + piece * first_p + column * first_v)
-    gl.warp_specialize(
-        [
-            (_carry, (first, last, tiles, barriers, count, first_k, first_v, last_k, last_v, piece == pieces - 1, how)),
-            (_outputs, (memory, tiles, barriers, first_chunk, count, column, how)),
-            (_fetch, (memory, tiles, barriers, first_chunk, count, column, how)),
-        ],
-        [4, 4],
-        [_MANY, _FEW],
-    )  # fmt: skip
+    own = (first, last, tiles, barriers, count, first_k, first_v, last_k, last_v, piece == pieces - 1, how)
+    given = (memory, tiles, barriers, first_chunk, count, column, how)
+    gl.warp_specialize([(_carry, own), (_outputs if how.DELTA else _by_decays, given), (_fetch, given)], [4, 4], [_MANY, _FEW])  # fmt: skip

@@ -10,10 +10,7 @@ from typing import Any
 import torch
 import triton
 
-from attn_compiler.lowerings.shared.calls.arguments import (
-    Prepared,
-    prepare,
-)
+from attn_compiler.lowerings.shared.calls.arguments import Prepared, prepare
 from attn_compiler.lowerings.shared.calls.backward import Backward
 from attn_compiler.lowerings.shared.calls.by_definition import Attention
 from attn_compiler.lowerings.shared.calls.leaf_calls import (

@@ -47,10 +47,7 @@ def grad_q(shared: Backward) -> Arguments:
     numbers |= strides("o", shared.tensors["Out"]) | {"BLOCK_M": tile.queries, "BLOCK_N": tile.keys}
     return Arguments(
         grid=grid(triton.cdiv(grad_q.shape[2], tile.queries), grad_q.shape[1], grad_q.shape[0], last),
-        tensors={
-            **shared.parameters("GradQ", "Out", "Lse", "GradLse"),
-            "Tiles": shared.prepared.present("tiles"),
-        },
+        tensors={**shared.parameters("GradQ", "Out", "Lse", "GradLse"), "Tiles": shared.prepared.present("tiles")},
         numbers=numbers
         | {
             "HEADS_LAST": last,

@@ -19,14 +19,7 @@ from attn_compiler.lowerings.shared.kernels.fragments import (
     query_order,
     store_fragments,
 )
-from attn_compiler.lowerings.shared.kernels.optional import (
-    at_index,
-    list_of,
-    load_keys,
-    load_one,
-    load_row,
-    of_head,
-)
+from attn_compiler.lowerings.shared.kernels.optional import at_index, list_of, load_keys, load_one, load_row, of_head
 from attn_compiler.lowerings.shared.kernels.releases import members
 from attn_compiler.lowerings.shared.kernels.row_stats import row_stats
 from attn_compiler.lowerings.shared.kernels.tile_parts import (

@@ -25,10 +25,7 @@ class Interval:
 
     def both(self, other: Interval) -> Interval:
         """Intersect two intervals."""
-        return Interval(
-            lower=_of_two("max", self.lower, other.lower),
-            upper=_of_two("min", self.upper, other.upper),
-        )
+        return Interval(lower=_of_two("max", self.lower, other.lower), upper=_of_two("min", self.upper, other.upper))
 
     @property
     def is_length(self) -> bool:

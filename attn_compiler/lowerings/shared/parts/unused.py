@@ -109,10 +109,7 @@ def _used(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> tuple[fx
     def has_keys() -> fx.Node:
         return emitter.call(torch.any, emitter.once((*key, "allowed"), allowed), -1, True)
 
-    return (
-        emitter.once((*key, "seen"), seen),
-        emitter.once((*key, "has keys"), has_keys) if spec.needs_grad else None,
-    )
+    return (emitter.once((*key, "seen"), seen), emitter.once((*key, "has keys"), has_keys) if spec.needs_grad else None)
 
 
 def _conditions(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> Iterator[fx.Node]:

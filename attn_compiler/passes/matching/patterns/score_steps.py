@@ -173,10 +173,7 @@ def _rsub(mirror: Mirror, node: fx.Node) -> list[Step]:
     alpha = constants.number(mirror, argument(node, "alpha"))
     if alpha != 1.0 or not isinstance(left, fx.Node) or not isinstance(right, fx.Node):
         return []
-    return [
-        Add(node=node, source=left, term=right, negates=True),
-        Add(node=node, source=right, term=left, weight=-1.0),
-    ]
+    return [Add(node=node, source=left, term=right, negates=True), Add(node=node, source=right, term=left, weight=-1.0)]
 
 
 def _carries_scores(step: Step) -> bool:

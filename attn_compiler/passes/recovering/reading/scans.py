@@ -54,7 +54,4 @@ def _running_sum(reader: Reader, node: fx.Node, at: At) -> Expr | None:
     return converted_of(reader, total, node, torch.int64, at)
 
 
-READERS: dict[object, ReadOp] = {
-    aten.diff.default: _difference,
-    aten.cumsum.default: _running_sum,
-}
+READERS: dict[object, ReadOp] = {aten.diff.default: _difference, aten.cumsum.default: _running_sum}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from unittest import mock
 
 import pytest
 import torch
@@ -15,24 +16,29 @@ from tests.lowerings.linear.triton_problems import FORMS
 from tests.lowerings.shared.kernels import gluon_in_torch
 
 
-@pytest.mark.parametrize("name", ["delta", "channel"])
+@pytest.mark.parametrize("name", list(FORMS))
 @pytest.mark.parametrize("precision", ["exact", "fla"])
 @pytest.mark.parametrize(("length", "bad", "has_first"), [(150, None, True), (64, 5, True), (260, 150, False)])
 def test_as_the_plain_pass(name: str, precision: str, length: int, bad: int | None, has_first: bool) -> None:
     torch.manual_seed(0)
-    form = dataclasses.replace(FORMS[name], precision=precision, out_dtype="bfloat16")
-    channels = (128,) if form.channel else ()
-    q, k, v = (torch.randn(2, length, 1, 128).bfloat16() for _ in range(3))
-    g, beta = -torch.rand(2, length, 1, *channels), torch.rand(2, length, 1)
+    is_ssd, channels = name == "ssd", (128,) if name == "channel" else ()
+    form = dataclasses.replace(FORMS[name], precision=precision, out_dtype="float32" if is_ssd else "bfloat16")
+    q, k, v = (torch.randn(2, length, 1, dim).bfloat16() for dim in (128, 128, 64 if is_ssd else 128))
+    g, beta, skip = -torch.rand(2, length, 1, *channels), torch.rand(2, length, 1), torch.randn(1) if is_ssd else None
     if bad is not None:
         v[0, bad, 0, 3] = torch.nan
-    given = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "first": torch.randn(2, 1, 128, 128) if has_first else None}
+    first = torch.randn(2, 1, *((64, 128) if is_ssd else (128, 128))) if has_first else None
+    given = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "skip": skip, "first": first}
     call = LinearTensors.of("linear_chunks", given, form.text)
     call.named.update(zip(("out", "last"), triton_launch.outputs(form, q, v), strict=True))
     with with_bfloat16():
         triton_launch.chunks(call)
         triton_passes.states(call)
     wanted = [call.named[result].clone() for result in ("out", "last")]
+    del call.named["pairs"]
+    with with_bfloat16(), mock.patch.object(triton_launch, "serves_hopper", return_value=True):
+        triton_launch.chunks(call)
+    assert ("pairs" in call.named) != is_ssd
     numbers = {"HOW": triton_passes.switches(call), **triton_passes.edge_strides(call)}
     arguments = call.arguments(forward_sm90.state_pass_sm90, call.sizes.rows * call.sizes.blocks, **numbers)
     for result in ("out", "last"):
