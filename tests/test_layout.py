@@ -43,11 +43,11 @@ LINES = {
     "lowerings/fp8": 1765,
     "lowerings/graph_ops": 553,
     "lowerings/hopper": 5509,
-    "lowerings/linear": 3226,  # the pass for Hopper, of the state space too; lists elsewhere that fit on a line gave what it takes
+    "lowerings/linear": 3246,  # the pass for Hopper, of the state space too; passes at once; lists that fit on a line gave the lines
     "lowerings/plain": 701,
     "lowerings/rows": 615,  # runs whose ends go on by one key a query, as in rows that share a prompt
     "lowerings/sdpa": 355,
-    "lowerings/shared": 10229,  # documents of 64 bits; Hopper needs one class of lengths
+    "lowerings/shared": 10224,  # documents of 64 bits; Hopper needs one class of lengths
     "lowerings/triton": 1407,  # kernels of a backward are imported where one runs
     "options": 322,  # precision of linear attention; prompts that rows share; reads sources without pathlib
     "passes": 21,
@@ -55,7 +55,7 @@ LINES = {
     "passes/graph": 6089,  # copies of caches have a remedy; constants of one number are equal; which nodes are told of; who shares a cache
     # Sinks and logsumexps are read as quotients here, where spelling/ had a table of two forms.
     # Exponentials may be divided by their sum after the product, too; the search of modules is apart from what it finds.
-    "passes/matching": 5968,  # a column of sinks; a nearer reason than how a softmax is written; graphs without sites; a quick look
+    "passes/matching": 5952,  # a column of sinks; a nearer reason than how a softmax is written; graphs without sites; a quick look
     "passes/pipeline": 675,  # a step says what it needs to have anything to do; workers start where no rewrite was kept
     "passes/recovering": 6104,  # Transformer-XL's shift; squares over borders; computed places, alternatives, learned biases, symbols
     "passes/rewrites": 1225,  # the name of a model; an op is defined when a record names it

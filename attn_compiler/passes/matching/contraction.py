@@ -152,12 +152,7 @@ def _tensordot(node: fx.Node) -> Contraction | None:
         rhs_labels[int(j) % right] = int(i) % left
     out = [x for x in lhs_labels if x not in rhs_labels] + [x for x in rhs_labels if x not in lhs_labels]
     return Contraction(
-        node=node,
-        lhs=lhs,
-        rhs=rhs,
-        lhs_labels=tuple(lhs_labels),
-        rhs_labels=tuple(rhs_labels),
-        out_labels=tuple(out),
+        node=node, lhs=lhs, rhs=rhs, lhs_labels=tuple(lhs_labels), rhs_labels=tuple(rhs_labels), out_labels=tuple(out)
     )
 
 

@@ -133,12 +133,7 @@ def _describe(chain: list[tuple[fx.Node, float]], position: int, site_dims: Dims
     for node, _ in reversed(chain[:position]):
         dims = views.forward(node, dims) if views.is_view(node) else dims
     return Operand(
-        node=chain[0][0],
-        used=used,
-        dims=site_dims,
-        root=root,
-        root_dims=root_dims,
-        reads=pairs(dims, site_dims),
+        node=chain[0][0], used=used, dims=site_dims, root=root, root_dims=root_dims, reads=pairs(dims, site_dims)
     )
 
 

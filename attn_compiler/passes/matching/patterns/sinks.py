@@ -41,13 +41,7 @@ class Sunk:
 
 
 def behind(
-    mirror: Mirror,
-    start: fx.Node,
-    dims: Dims,
-    sums: Sums,
-    own: frozenset[fx.Node],
-    *,
-    keeps_dtype: bool = False,
+    mirror: Mirror, start: fx.Node, dims: Dims, sums: Sums, own: frozenset[fx.Node], *, keeps_dtype: bool = False
 ) -> Sunk | None:
     """Return the sinks in a product or a quotient below `start`, which has `dims`; None if there are none.
 

@@ -138,11 +138,7 @@ def shifted(X, Y, More, pair, HOW: tl.constexpr, SECOND: tl.constexpr):
 
 
 def _arguments(*, factor: int = 3, shift: float = 0.5, length: int = 8, tile: Tile | None = None) -> Arguments:
-    numbers = {
-        "pair": Pair(factor=factor, shift=shift),
-        "HOW": Settings(LENGTH=length, NAME="it"),
-        "SECOND": True,
-    }
+    numbers = {"pair": Pair(factor=factor, shift=shift), "HOW": Settings(LENGTH=length, NAME="it"), "SECOND": True}
     return Arguments(grid=(1, 1, 1), tensors={"X": "x", "Y": "y", "More": None}, numbers=numbers, tile=tile)
 
 

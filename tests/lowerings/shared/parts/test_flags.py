@@ -59,8 +59,7 @@ def test_a_diagonal_is_a_flag(corner: Causal) -> None:
         dataclasses.replace(
             proved(END),
             score=dataclasses.replace(
-                make_spec().score,
-                proved=(Alibi(slopes=Load("slopes", (Index("h"),), "float"), position=Index("k")),),
+                make_spec().score, proved=(Alibi(slopes=Load("slopes", (Index("h"),), "float"), position=Index("k")),)
             ),
         ),
     ],

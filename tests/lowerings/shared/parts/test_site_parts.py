@@ -110,10 +110,7 @@ def parts(*proved: MaskKind, **of: object) -> Parts:
         ([masks.CausalFrom(offset=LENGTH)], Parts(rows=Interval(upper=ix.add(ix.add(Q, LENGTH), ix.ONE)))),
         ([masks.KeyBound(side="first", bound=LENGTH)], Parts(rows=Interval(lower=LENGTH))),
         ([masks.KeyBound(side="last", bound=LENGTH)], Parts(rows=Interval(upper=ix.add(LENGTH, ix.ONE)))),
-        (
-            [masks.Prefix(length=LENGTH)],
-            Parts(rows=Interval(upper=ix.apply("max", ix.add(Q, ix.ONE), LENGTH))),
-        ),
+        ([masks.Prefix(length=LENGTH)], Parts(rows=Interval(upper=ix.apply("max", ix.add(Q, ix.ONE), LENGTH)))),
         ([PADDING], Parts(keys=PADDING.condition)),
         ([PADDING, DOCUMENT, Causal()], Parts(band=Band(right=0), keys=PADDING.condition, documents=DOCUMENT.of_key)),
         ([DOCUMENT, DOCUMENT], Parts(documents=DOCUMENT.of_key)),
