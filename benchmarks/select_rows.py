@@ -11,8 +11,8 @@ of forward and backward together, and the first is no slower than that in the ba
 A row made from 512 tokens wants a q of at least a quarter of the size that was measured: starting a kernel takes longer than some run
 there. No row is made from the shapes of select_cases.HELD_OUT_SEQLENS: they show how rows do on lengths that they were not made from.
 
-A lowering that was measured later has the times of that run (LATER) times what `triton` and `sdpa_cudnn` took in the first one over what
-they took in the later one, geometric mean. Where its backward is another family's, it has that one's time.
+A lowering that was measured later has the times of that run (LATER) times what `triton`, `sdpa_cudnn` and `fa4` took in the first one
+over what they took in the later one, geometric mean. Where its backward is another family's, it has that one's time.
 
 --replay prints how the choice that the rows make now stands to the other sides in the measured times: of the file that the rows are made
 from, or of another run (--times).
@@ -53,7 +53,7 @@ _EVERYWHERE = ("sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "hopper", "triton")
 LATER = bench_select.RESULTS.with_name("select_hopper_h200.csv")
 _LATER = "hopper"
 #: what ties both runs together
-_BESIDE = ("triton", "sdpa_cudnn")
+_BESIDE = ("triton", "sdpa_cudnn", "fa4")
 # What machines may lack: a part of a class has a row of its own where another choice is made there with or without these.
 _LACKING: tuple[frozenset[str], ...] = (frozenset(), frozenset({"fa4"}), frozenset({"fa4", "cudnn"}))
 

@@ -52,7 +52,7 @@ PLACES: Mapping[str, Place] = {
 }
 #: further loads from shared memory in kernels for Hopper, by their first words: threads wrote what they read
 OF_THREADS = ("tiles.index(at)", "stats.slice(", "tiles.weights", "tiles.decay", "tiles.grads", "tiles.firsts")
-OF_THREADS += ("factors.slice(", "tile.load(NUMBER)")
+OF_THREADS += ("factors.slice(", "tile.load(gl.BlockedLayout", "c.load(ROW)", "less.load(ROW)")
 
 
 @dataclass(frozen=True, kw_only=True)
