@@ -43,7 +43,7 @@ LINES = {
     "lowerings/fp8": 1765,
     "lowerings/graph_ops": 553,
     "lowerings/hopper": 5509,
-    "lowerings/linear": 3246,  # the pass for Hopper, of the state space too; passes at once; lists that fit on a line gave the lines
+    "lowerings/linear": 3226,  # the pass for Hopper, of the state space too; lists elsewhere that fit on a line gave what it takes
     "lowerings/plain": 701,
     "lowerings/rows": 615,  # runs whose ends go on by one key a query, as in rows that share a prompt
     "lowerings/sdpa": 355,

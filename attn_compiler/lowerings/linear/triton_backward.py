@@ -14,7 +14,7 @@ from torch import Tensor
 from attn_compiler.lowerings.linear import plain_calls
 from attn_compiler.lowerings.linear.kernels import backward as kernels, channel_backward
 from attn_compiler.lowerings.linear.triton_launch import BLOCK, chunks
-from attn_compiler.lowerings.linear.triton_passes import idle_stream, reverse, states
+from attn_compiler.lowerings.linear.triton_passes import reverse, states
 from attn_compiler.lowerings.linear.triton_sizes import empty, strides, tile, wide
 from attn_compiler.lowerings.linear.triton_tensors import LinearTensors
 from attn_compiler.lowerings.shared.calls.leaf_calls import or_else
@@ -66,15 +66,14 @@ def _states(call: LinearTensors) -> None:
     sizes, named = call.sizes, call.named
     shape = (sizes.batch, sizes.heads, sizes.chunks, sizes.dim_k, sizes.dim_v)
     values = (*shape[:3], sizes.chunk, sizes.dim_v)
-    named.update(states=empty(shape, named["q"]), afters=empty(shape, named["q"]))
+    named["states"] = empty(shape, named["q"])
     if call.is_delta:
-        named.update(values=empty(values, named["q"]), grad_values=empty(values, named["q"]))
-    other = idle_stream(call)
+        named["values"] = empty(values, named["q"])
     pieces = states(call)
-    with torch.cuda.stream(other):
-        reverse(call, pieces)
-    if other is not None:
-        torch.cuda.current_stream(call.same.device).wait_stream(other)
+    named["afters"] = empty(shape, named["q"])
+    if call.is_delta:
+        named["grad_values"] = empty(values, named["q"])
+    reverse(call, pieces)
 
 
 def _chunk_gradients(call: LinearTensors, skip: Tensor | None) -> Tensor | None:

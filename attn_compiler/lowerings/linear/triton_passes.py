@@ -50,25 +50,6 @@ class Pieces:
         return {"pieces": self.many, "of_piece": self.chunks}
 
 
-def idle_stream(call: LinearTensors) -> torch.cuda.Stream | None:
-    """Return a stream on which the pass backwards runs beside the other one, of which it needs nothing. None: one of them keeps more than
-    half of the processors busy, there are pieces, or it was not timed."""
-    device, sizes = call.same.device, call.sizes
-    many = _processors(device)
-    is_cut = Pieces.of(sizes, many, is_delta=call.is_delta).many > 1
-    is_timed = device.type == "cuda" and call.is_delta and not call.form.channel
-    if is_cut or not is_timed or 2 * sizes.rows * sizes.blocks > many:
-        return None
-    other = _stream(device)
-    other.wait_stream(torch.cuda.current_stream(device))
-    return other
-
-
-@functools.cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-
 def states(call: LinearTensors) -> Pieces:
     """Run the pass over the states. With pieces, `wholes` is left among the call's tensors."""
     sizes = call.sizes

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -134,14 +132,6 @@ def test_there_are_pieces_where_processors_would_be_idle(sizes: LinearSizes, is_
     assert found.many == many
     assert (found.many - 1) * found.chunks < max(sizes.chunks, 1)
     assert found.many * found.chunks >= sizes.chunks
-
-
-@pytest.mark.parametrize(("heads", "is_beside"), [(33, True), (34, False), (8, False)])
-def test_passes_run_at_once_where_programs_are_few(heads: int, is_beside: bool) -> None:
-    of = {"same": SimpleNamespace(device=torch.device("cuda", 0)), "form": FORMS["delta"], "is_delta": True}
-    call: Any = SimpleNamespace(sizes=_sizes(32768, heads), **of)
-    with mock.patch.multiple(triton_passes, _processors=lambda _: 132, _stream=mock.DEFAULT), mock.patch("torch.cuda"):
-        assert (triton_passes.idle_stream(call) is not None) == is_beside
 
 
 @pytest.fixture
