@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import attn_compiler
+from attn_compiler.compiling import backend
 from attn_compiler.lowerings.shared.launching import ahead, dry_tensors, launch as launching
 from attn_compiler.lowerings.shared.launching.ahead import Ahead
 from attn_compiler.lowerings.shared.launching.compiling import Compiled
@@ -59,6 +60,7 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> Iterator[Begun]:
     attn_compiler.reset()
     made = Begun()
     monkeypatch.setattr(ahead, "here", lambda: Ahead(begin=made))
+    monkeypatch.setattr(backend, "torch", SimpleNamespace(cuda=SimpleNamespace(is_initialized=lambda: True)))
     # Where a cache has the code, Triton's has the kernels, and no graph is read.
     with inductor_caches.no_graphs():
         yield made
