@@ -234,7 +234,7 @@ BENCH = Bench(
         arg("--calls", nargs="+", choices=CALLS, default=["prefill", "prefill_left", "train", "train_right"]),
         arg("--lengths", nargs="+", type=int, help="1024 6144 16384; on a CPU 128"),
         arg("--rows", nargs="+", metavar="MODEL/CALL/LENGTH", help="these, in this order"),
-        arg("--warm-runs", type=int, default=1),
+        arg("--warm-runs", type=int, default=1, choices=range(1, 10)),
         arg("--profile", type=Path, metavar="FOLDER"),
         arg("--further", default="", metavar="LENGTHS", help="such as '777 1500'"),
         arg("--compile-threads", type=int, help="of Inductor in each process; else what the cores allow"),
