@@ -35,7 +35,7 @@ LINES = {
     "export": 303,
     "index_expr": 2235,  # an equation is solved for an index here, where two rooms did so
     "integrations": 342,
-    "lowerings": 462,  # what a kept rewrite asks is data; families are a list; whether one reads a tensor over pairs
+    "lowerings": 465,  # what a kept rewrite asks is data; families are a list; whether one reads a tensor over pairs
     "lowerings/choice": 1891,  # rows for AVX-512
     "lowerings/cudnn": 1903,
     "lowerings/decode": 3385,  # schedules of 17 to 64 rows; rows that begin alike; full machines
@@ -47,7 +47,7 @@ LINES = {
     "lowerings/plain": 701,
     "lowerings/rows": 615,  # runs whose ends go on by one key a query, as in rows that share a prompt
     "lowerings/sdpa": 355,
-    "lowerings/shared": 10224,  # documents of 64 bits; Hopper needs one class of lengths
+    "lowerings/shared": 10220,  # documents of 64 bits; Hopper needs one class of lengths
     "lowerings/triton": 1407,  # kernels of a backward are imported where one runs
     "options": 322,  # precision of linear attention; prompts that rows share; reads sources without pathlib
     "passes": 21,

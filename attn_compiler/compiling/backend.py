@@ -255,7 +255,7 @@ def _plan(gm: fx.GraphModule, options: Options, rewritten: Rewritten) -> CheckPl
 
 
 def _ahead(options: Options) -> Ahead | None:
-    """Return the ahead-of-time compiler of kernels; only for Inductor, since only it traces the backward before compiling."""
+    """Return the ahead-of-time compiler of kernels, where CUDA is in use; only for Inductor, since only it traces the backward before."""
     if options.inner != "inductor" or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
     from attn_compiler.lowerings.shared.launching import ahead

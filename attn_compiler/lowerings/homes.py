@@ -85,9 +85,12 @@ def define(name: str) -> None:
     """Import what defines an op of ours, or the ops of a lowering: its module, or every family if it is not known which."""
     if name in _BACKWARDS_OF:
         _module(_BACKWARDS_OF[name])
-    module, _, _ = CLASSES.get(name, f"{_OPS.get(name, 'families')}.").rpartition(".")
+    if name not in CLASSES:
+        _module(_OPS.get(name, "families"))
+        return
+    module, _, _ = CLASSES[name].rpartition(".")
     # Importing a family defines its ops, but for those in FP8.
-    _module(module.partition(".")[0] if name in CLASSES and not name.endswith("_fp8") else module)
+    _module(module if name.endswith("_fp8") else module.partition(".")[0])
 
 
 def cannot_build(name: str, spec: AttentionSpec, target: Target) -> list[Reason]:

@@ -13,13 +13,16 @@ from torch import Tensor
 
 from attn_compiler.lowerings.linear import plain_calls
 from attn_compiler.lowerings.linear.kernels import backward as kernels, channel_backward
-from attn_compiler.lowerings.linear.triton_launch import BLOCK, chunks
+from attn_compiler.lowerings.linear.triton_launch import chunks
 from attn_compiler.lowerings.linear.triton_passes import reverse, states
 from attn_compiler.lowerings.linear.triton_sizes import empty, strides, tile, wide
 from attn_compiler.lowerings.linear.triton_tensors import LinearTensors
 from attn_compiler.lowerings.shared.calls.leaf_calls import or_else
 from attn_compiler.lowerings.shared.launching.launch import Arguments, launch
 from attn_compiler.lowerings.shared.launching.on_device import on
+
+#: rows of a chunk in one program, where each channel has a decay
+_BLOCK = 16
 
 
 def backward(*given: Any) -> tuple[Tensor, ...]:
@@ -114,7 +117,7 @@ def _channel_gradients(call: LinearTensors) -> None:
     named["grad_sums"] = empty((*many, sizes.chunk, wide(sizes.dim_k)), q)
     programs = sizes.rows * sizes.chunks
     call.run(channel_backward.channel_gradients, programs * sizes.shares, stages=1, BV=sizes.fewer_columns)
-    call.run(channel_backward.channel_pair_gradients, programs * (sizes.chunk // BLOCK))
+    call.run(channel_backward.channel_pair_gradients, programs * (sizes.chunk // _BLOCK))
     call.run(channel_backward.decay_gradients, programs)
     for name in ("q", "k"):
         _rows(call, name)

@@ -17,9 +17,6 @@ from attn_compiler.lowerings.shared.calls.leaf_calls import or_else
 from attn_compiler.lowerings.shared.launching.on_device import on
 from attn_compiler.spec.linear import LinearForm
 
-#: rows of a chunk in one program, where each channel has a decay
-BLOCK = 16
-
 
 def forward(*given: Any) -> tuple[Tensor, Tensor]:
     """Compute `linear_chunks`; by plain ops where a kernel can't be compiled or started."""

@@ -34,9 +34,9 @@ def channel_chunks(
     C: tl.constexpr, DK: tl.constexpr, WK: tl.constexpr, DV: tl.constexpr, WV: tl.constexpr, NORM: tl.constexpr,
     PARTS: tl.constexpr, PLANES: tl.constexpr, OF_PAIRS: tl.constexpr, KEEPS: tl.constexpr, DS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (chunks B H,). G: (B, S, H, DK). Sums: c, (B, H, chunks, C, WK), of the last row alone unless KEEPS. Queries, Early, Later:
-    b q exp(c), a k exp(c) and a k exp(c at the end - c), in parts, (B, H, chunks, PLANES, C, WK). Factors: β and whether a number is not
-    finite alone. Others: as in forward.py."""
+    """Grid: (chunks B H,). G: (B, S, H, DK). Sums: c, (B, H, chunks, C, WK); without KEEPS, where |c| is small, of the
+    last row alone. Queries, Early, Later: b q exp(c), a k exp(c) and a k exp(c at the end - c), in parts, (B, H, chunks, PLANES, C, WK).
+    Factors: β and whether a number is not finite alone. Others: as in forward.py."""
     at = tl.program_id(0).to(tl.int64)
     row, chunk = at // chunks, (at % chunks).to(tl.int32)
     batch, head = row // heads, row % heads

@@ -23,7 +23,6 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, overload
 
-import torch
 from torch import fx
 
 from attn_compiler.lowerings.shared.launching import dry_tensors
@@ -155,13 +154,10 @@ def _failure(future: Future[Compiled]) -> Exception | None:
 
 
 def here() -> Ahead | None:
-    """Return a new `Ahead`; None where nothing is compiled ahead: kernels are interpreted, or CUDA is not in use.
+    """Return a new `Ahead`; None where kernels are interpreted, and nothing is compiled ahead. Imports triton, so CUDA has to be in use.
 
-    Where Inductor is told to compile one thing at a time, these kernels are compiled so too, and still before a call. Imports triton, where
-    there is a GPU.
+    Where Inductor is told to compile one thing at a time, these kernels are compiled so too, and still before a call.
     """
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return None
     import triton
 
     from attn_compiler.lowerings.shared.launching import compiling
