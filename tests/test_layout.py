@@ -66,7 +66,7 @@ LINES = {
     "reporting": 2970,  # prompts that rows share; checks, sites and misses print; names of models; a short report
     "spec": 2092,  # precision of linear attention; whether kernels use AVX-512
     # Says what is compiled for another process; the kernels folder is set for graphs with CUDA; a switch of Dynamo is set for each call.
-    "torch_private": 3431,  # a module called as compiled; other names of ops; opens tensors that wrap others; ranges in profiles
+    "torch_private": 3429,  # a module called as compiled; other names of ops; opens tensors that wrap others; ranges in profiles
     "verifying": 2672,
 }
 

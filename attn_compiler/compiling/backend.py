@@ -103,7 +103,7 @@ def _compile_with(
     start: Callable[[], object] = object
     if own.inner == "inductor" and any(device.type == "cuda" for device in torch_compat.graph_devices(gm)):
         start = torch_inductor.start_workers
-        torch_inductor.share_kernel_cache()
+        torch_inductor.share_kernels()
         is_recorded = torch_inductor.records_cuda_graphs(patches)
     if own.inner == "inductor" and torch_inductor.freezes_in_vain(patches):
         log.warning(

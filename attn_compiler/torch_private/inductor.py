@@ -86,12 +86,10 @@ def compile_with_inductor(
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
 
-    if cache_key is not None and joint_pass is not None:
-        users = patches.get("joint_custom_pre_pass", config.joint_custom_pre_pass)
-        patches = {**patches, "joint_custom_pre_pass": JointPass(cache_key, joint_pass, before=_as_passes(users))}
-    if cache_key is not None and last_pass is not None:
-        users = patches.get("post_grad_custom_pre_pass", config.post_grad_custom_pre_pass)
-        patches = {**patches, "post_grad_custom_pre_pass": JointPass(cache_key, last_pass, before=_as_passes(users))}
+    for place, own in (("joint_custom_pre_pass", joint_pass), ("post_grad_custom_pre_pass", last_pass)):
+        if cache_key is not None and own is not None:
+            users = patches.get(place, getattr(config, place))
+            patches = {**patches, place: JointPass(cache_key, own, before=_as_passes(users))}
     extra: dict[str, Any] = {}
     if region is not None and "compile_region_name" in inspect.signature(compile_fx).parameters:
         extra["compile_region_name"] = region
@@ -127,11 +125,8 @@ def _recomputing_only_for_a_backward(gm: fx.GraphModule) -> Iterator[None]:
 
 def has_own_backward(gm: fx.GraphModule) -> bool:
     """Return True if a graph of Dynamo's, or one nested in it, asks for gradients itself."""
-    return any(node.target in _BACKWARDS for module in torch_compat.graph_modules(gm) for node in module.graph.nodes)
-
-
-#: calls by which a graph asks for gradients itself
-_BACKWARDS = (torch.autograd.grad, torch.autograd.backward, "backward")
+    calls = (torch.autograd.grad, torch.autograd.backward, "backward")
+    return any(node.target in calls for module in torch_compat.graph_modules(gm) for node in module.graph.nodes)
 
 
 class JointPass(CustomGraphPass):
@@ -233,15 +228,18 @@ def start_workers() -> None:
     """
     from torch._inductor import async_compile
 
-    start = getattr(async_compile, "maybe_warm_pool", None)
-    if start is not None:
-        start()
+    getattr(async_compile, "maybe_warm_pool", object)()
 
 
-def share_kernel_cache() -> None:
-    """Set Triton's cache folder to the one that Inductor will set when it loads the first of its own kernels, if CUDA is in use."""
+def share_kernels() -> None:
+    """Set Triton's cache folder, assembler and libdevice as Inductor does before its first kernel, if CUDA is in use. A later process, in
+    which Inductor's kernels come first, would else look for ours under other keys: T5 compiled all of its kernels twice."""
+    from torch._inductor.runtime import compile_tasks
+
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         os.environ.setdefault("TRITON_CACHE_DIR", kernel_cache_folder(torch.cuda.current_device()))
+        for name in ("_set_triton_ptxas_path", "_set_triton_libdevice_path"):
+            getattr(compile_tasks, name, object)()
 
 
 def call_directly(op: str, module: str, function: str, *, site: str | None = None) -> None:

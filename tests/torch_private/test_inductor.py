@@ -149,11 +149,9 @@ def test_the_cache_folder_is_inductors(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 BODIES = """
 calls = []
-
 def plus_one(x):
     calls.append("function")
     return x + 1
-
 class Place:
     def __call__(self, x):
         calls.append(self)
@@ -229,17 +227,20 @@ def test_so_many_threads_compile_as_inductor_was_told() -> None:
 
 
 @pytest.mark.parametrize(("given", "kept"), [(None, "inductor/triton/1"), ("somewhere", "somewhere")])
-def test_kernels_are_kept_where_inductor_would_keep_them(
+def test_kernels_are_compiled_and_kept_as_inductor_would(
     given: str | None, kept: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    folders = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    from torch._inductor.runtime import compile_tasks
+
+    folders, told = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}, []
     with mock.patch.dict(os.environ, folders | ({"TRITON_CACHE_DIR": str(tmp_path / given)} if given else {})):
         if not given:
             os.environ.pop("TRITON_CACHE_DIR", None)
+        monkeypatch.setattr(compile_tasks, "_set_triton_ptxas_path", lambda: told.append("ptxas"))
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-        torch_inductor.share_kernel_cache()
-        assert Path(os.environ["TRITON_CACHE_DIR"]) == tmp_path / kept
+        torch_inductor.share_kernels()
+        assert (Path(os.environ["TRITON_CACHE_DIR"]), told) == (tmp_path / kept, ["ptxas"])
 
 
 def test_its_processes_are_started_by_its_own_function(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,7 +256,6 @@ def test_its_processes_are_started_by_its_own_function(monkeypatch: pytest.Monke
 
 
 def test_the_stack_is_as_deep_as_inductor_makes_it() -> None:
-    """Its own line, as a compilation would take seconds."""
     from torch._inductor import compile_fx
 
     assert "sys.setrecursionlimit(max(sys.getrecursionlimit(), 2000))" in inspect.getsource(compile_fx)
