@@ -85,12 +85,7 @@ class _Draws:
 
 
 def build(
-    case: Case,
-    *,
-    dtype: torch.dtype = torch.float32,
-    device: str = DEVICE,
-    seed: int = 0,
-    target: Target | None = None,
+    case: Case, *, dtype: torch.dtype = torch.float32, device: str = DEVICE, seed: int = 0, target: Target | None = None
 ) -> Problem:
     """target: take the tiles that the table gives for it."""
     draws = _Draws(device, dtype, seed)

@@ -277,10 +277,7 @@ def _launches(names: list[str]) -> Iterator[None]:
         names.append(kernel.fn.__name__)
         return decoding(known, kernel, *given, **options)
 
-    with (
-        mock.patch.object(launching, "_first_launch", noted),
-        mock.patch.object(replaying, "launch", noted_decoding),
-    ):
+    with mock.patch.object(launching, "_first_launch", noted), mock.patch.object(replaying, "launch", noted_decoding):
         yield
 
 

@@ -21,10 +21,7 @@ TUPLES = {
     "decode.kernels.latent_sm90_tuples": (["decode/kernels/latent_sm90.py"], ["decode/latent_launch.py"]),
     "fp8.kernels.tuples_round": (["fp8/kernels/round_fp8.py"], ["fp8/rounding_launch.py"]),
     "hopper.kernels.fp8_tuples": (["hopper/kernels/forward_fp8_sm90.py"], ["hopper/fp8_launch.py"]),
-    "hopper.kernels.tuples": (
-        ["hopper/kernels/*[!8]_sm90.py", "hopper/kernels/[av]*.py"],
-        ["hopper/*launch.py"],
-    ),
+    "hopper.kernels.tuples": (["hopper/kernels/*[!8]_sm90.py", "hopper/kernels/[av]*.py"], ["hopper/*launch.py"]),
 }
 
 

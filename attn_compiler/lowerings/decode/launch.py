@@ -159,12 +159,7 @@ def _by_definition(
 
 
 def _by_kernel(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    operands: Tensors,
-    text: str,
-    launched: list[Launched] | None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Tensors, text: str, launched: list[Launched] | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     prepared = prepare(text)
     strides, align = _strides(q, k, v)

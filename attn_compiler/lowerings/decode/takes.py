@@ -23,10 +23,5 @@ OF_LATENT = dataclasses.replace(
 )
 #: by the kernel for Hopper: bounds of keys alone, and a positive scale as the scores' only change
 ON_HOPPER = dataclasses.replace(
-    OF_LATENT,
-    sms=((90, 90),),
-    dtypes=HALF,
-    changes=(),
-    parts=frozenset({"band", "lengths", "rows"}),
-    scales="positive",
+    OF_LATENT, sms=((90, 90),), dtypes=HALF, changes=(), parts=frozenset({"band", "lengths", "rows"}), scales="positive"
 )

@@ -17,11 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attn_compiler.lowerings.graph_ops.linear_recurrence import LinearOperands
-from attn_compiler.lowerings.linear import (  # noqa: F401 (the ops are registered by the import)
-    channel_pairs,
-    scan_ops,
-    triangles,
-)
+from attn_compiler.lowerings.linear import channel_pairs, scan_ops, triangles  # noqa: F401 (the ops are registered by the import)
 from attn_compiler.torch_private.op_library import NAMESPACE
 
 #: tokens of a chunk, a power of 2

@@ -14,7 +14,7 @@ from torch import Tensor
 from attn_compiler.lowerings.linear import plain_calls
 from attn_compiler.lowerings.linear.kernels import backward as kernels, channel_backward
 from attn_compiler.lowerings.linear.triton_launch import chunks
-from attn_compiler.lowerings.linear.triton_passes import reverse, states
+from attn_compiler.lowerings.linear.triton_passes import passes
 from attn_compiler.lowerings.linear.triton_sizes import empty, strides, tile, wide
 from attn_compiler.lowerings.linear.triton_tensors import LinearTensors
 from attn_compiler.lowerings.shared.calls.leaf_calls import or_else
@@ -69,14 +69,10 @@ def _states(call: LinearTensors) -> None:
     sizes, named = call.sizes, call.named
     shape = (sizes.batch, sizes.heads, sizes.chunks, sizes.dim_k, sizes.dim_v)
     values = (*shape[:3], sizes.chunk, sizes.dim_v)
-    named["states"] = empty(shape, named["q"])
+    named.update(states=empty(shape, named["q"]), afters=empty(shape, named["q"]))
     if call.is_delta:
-        named["values"] = empty(values, named["q"])
-    pieces = states(call)
-    named["afters"] = empty(shape, named["q"])
-    if call.is_delta:
-        named["grad_values"] = empty(values, named["q"])
-    reverse(call, pieces)
+        named.update(values=empty(values, named["q"]), grad_values=empty(values, named["q"]))
+    passes(call)
 
 
 def _chunk_gradients(call: LinearTensors, skip: Tensor | None) -> Tensor | None:

@@ -15,6 +15,7 @@ import torch
 from attn_compiler.lowerings.linear.kernels import backward as backward_kernels, forward as kernels, pieces as joining
 from attn_compiler.lowerings.linear.triton_sizes import LinearSizes, empty, state_strides, wide
 from attn_compiler.lowerings.linear.triton_tensors import LinearTensors
+from attn_compiler.lowerings.shared.launching.dry_run import noter, recorder
 from attn_compiler.spec.target import Target
 
 #: processors assumed without a GPU: those of an H100
@@ -48,6 +49,28 @@ class Pieces:
     def numbers(self) -> dict[str, int]:
         """Arguments of kernels."""
         return {"pieces": self.many, "of_piece": self.chunks}
+
+
+def passes(call: LinearTensors) -> None:
+    """Run both passes of a backward. Neither needs the other's results, so they run at once where that keeps more processors busy."""
+    device, sizes = call.same.device, call.sizes
+    is_cut = Pieces.of(sizes, _processors(device), is_delta=call.is_delta).many > 1
+    is_full = 2 * sizes.rows * sizes.blocks > _processors(device)
+    # Launches that are only noted have no streams.
+    if is_cut or is_full or device.type != "cuda" or noter() is not None or recorder() is not None:
+        reverse(call, states(call))
+        return
+    now, other = torch.cuda.current_stream(device), _stream(device)
+    other.wait_stream(now)
+    pieces = states(call)
+    with torch.cuda.stream(other):
+        reverse(call, pieces)
+    now.wait_stream(other)
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def states(call: LinearTensors) -> Pieces:

@@ -177,15 +177,7 @@ def _mask(mirror: Mirror, match: Match, builder: Builder[X], dtype: torch.dtype)
 
 def _identity(mirror: Mirror, match: Match) -> tuple[object, ...]:
     return tuple(
-        (
-            adds,
-            _version(mirror, match, t.operand),
-            t.weight,
-            t.weighed_in,
-            t.inverted,
-            t.along,
-            _recipe(match, t).text,
-        )
+        (adds, _version(mirror, match, t.operand), t.weight, t.weighed_in, t.inverted, t.along, _recipe(match, t).text)
         for adds, terms in ((True, match.scores.additive), (False, match.scores.allowed))
         for t in terms
     )

@@ -64,9 +64,7 @@ def test_it_is_held_against_what_the_site_would_get() -> None:
 
 
 @pytest.mark.parametrize(
-    "spec",
-    [asked(1200, mask=MaskSpec()), asked(1200, head_dim=64)],
-    ids=["another mask", "another head dim"],
+    "spec", [asked(1200, mask=MaskSpec()), asked(1200, head_dim=64)], ids=["another mask", "another head dim"]
 )
 def test_what_was_not_measured_is_not_refused(spec: AttentionSpec) -> None:
     assert fp8_speed.check_fp8_speed(spec, H200, "hopper_fp8", "sdpa_cudnn") == []

@@ -224,11 +224,7 @@ def test_a_site_is_told_what_would_be_faster_and_how_much() -> None:
 
 @pytest.mark.parametrize(
     ("change", "machine"),
-    [
-        ({}, BOTH),
-        ({"dtype": "float32"}, {}),
-        ({"has_dropout": True}, {}),
-    ],
+    [({}, BOTH), ({"dtype": "float32"}, {}), ({"has_dropout": True}, {})],
     ids=["it is installed", "not measured in that dtype", "it does not take dropout"],
 )
 def test_nothing_is_told_where_the_package_would_change_nothing(

@@ -96,9 +96,7 @@ def test_what_is_added_up_in_place_begins_with_nothing(launches: list[tuple[Buil
     call = CudnnCall(scale=1.0, needs_grad=True, bias=True, bias_grad=True, sinks=True, sinks_grad=True)
     qkv, operands = given(call)
     *_, further = backward(qkv, operands, call)
-    assert [(tuple(g.shape), g.dtype, g.abs().max().item()) for g in further] == [
-        ((1, 4, 16, 16), torch.bfloat16, 0.0),
-    ]
+    assert [(tuple(g.shape), g.dtype, g.abs().max().item()) for g in further] == [((1, 4, 16, 16), torch.bfloat16, 0.0)]
 
 
 def test_a_row_without_keys_is_written_by_nobody_else(launches: list[tuple[BuiltPlan, list[int]]]) -> None:

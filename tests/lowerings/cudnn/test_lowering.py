@@ -172,12 +172,7 @@ def test_keys_off_128_want_a_cudnn_without_the_bug(keys: int | str, cudnn: int, 
 
 @pytest.mark.parametrize(
     ("sides", "refused"),
-    [
-        ({"left": 31}, True),
-        ({"left": 31, "right": 4}, True),
-        ({"left": 31, "right": 0}, False),
-        ({"right": 4}, False),
-    ],
+    [({"left": 31}, True), ({"left": 31, "right": 4}, True), ({"left": 31, "right": 0}, False), ({"right": 4}, False)],
 )
 def test_only_a_window_without_a_diagonal_meets_the_bug_of_windows(sides: dict[str, int], refused: bool) -> None:
     call = CudnnCall(scale=1.0, **sides)

@@ -38,10 +38,7 @@ def latent_spec(
     *, batch: int = 1, heads: int = 16, queries: int = 1, keys: int = 4096, rank: int = 512, rope: int = 64, **more: Any
 ) -> AttentionSpec:
     dtype = more.pop("dtype", "bfloat16")
-    own = (
-        _tensor(batch, 1, keys, rank, dtype=dtype),
-        _tensor(batch, 1, keys, rope, dtype=dtype) if rope else None,
-    )
+    own = (_tensor(batch, 1, keys, rank, dtype=dtype), _tensor(batch, 1, keys, rope, dtype=dtype) if rope else None)
     return AttentionSpec(
         q=_tensor(batch, heads, queries, 128 + rope, dtype=dtype),
         k=_tensor(batch, heads, keys, 128 + rope, dtype=dtype),

@@ -120,10 +120,7 @@ class _Kernel:
 @pytest.fixture
 def kernel() -> Iterator[_Kernel]:
     found = _Kernel()
-    with (
-        mock.patch.object(launch, "attention_decode", found),
-        mock.patch.object(replaying, "start", found.start),
-    ):
+    with mock.patch.object(launch, "attention_decode", found), mock.patch.object(replaying, "start", found.start):
         yield found
 
 

@@ -98,10 +98,7 @@ def test_of_one_query(kinds: tuple[MaskKind, ...], expected: list[Any]) -> None:
 
 def test_of_several_queries() -> None:
     assert bounds(proved(END, WINDOW), tensors(2)) == [[[0, 19], [0, 20]]]
-    assert bounds(proved(END, PADDING), tensors(3)) == [
-        [[4, 18], [4, 19], [4, 20]],
-        [[0, 15], [0, 15], [0, 15]],
-    ]
+    assert bounds(proved(END, PADDING), tensors(3)) == [[[4, 18], [4, 19], [4, 20]], [[0, 15], [0, 15], [0, 15]]]
 
 
 def test_a_batch_row_without_any_key_has_an_empty_interval() -> None:

@@ -279,10 +279,7 @@ _GAPS: Any = {
 }
 
 #: intervals that begin alike, among them an empty one
-_PREFIXES: Any = {
-    "seqlen_q": 4,
-    "bounds": ([(3, 9), (3, 41), (50, 50), (3, 120)], [(5, 5), (7, 3), (0, 150), (0, 64)]),
-}
+_PREFIXES: Any = {"seqlen_q": 4, "bounds": ([(3, 9), (3, 41), (50, 50), (3, 120)], [(5, 5), (7, 3), (0, 150), (0, 64)])}
 
 CASES = (
     Case(name="unused_lengths", bounds=((0, 37), (0, 0))),

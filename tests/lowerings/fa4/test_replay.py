@@ -116,8 +116,7 @@ def test_what_is_not_launched_is_not_allocated_again() -> None:
 
 
 @pytest.mark.parametrize(
-    "prepared",
-    [lambda x: x.clone(), lambda x: x + 1, lambda x: x.contiguous() if not x.is_contiguous() else x.mul(2)],
+    "prepared", [lambda x: x.clone(), lambda x: x + 1, lambda x: x.contiguous() if not x.is_contiguous() else x.mul(2)]
 )
 def test_what_computes_something_itself_is_not_replayed(prepared: Callable[[Tensor], Tensor]) -> None:
     called = function(lambda launch, x: launch(prepared(x)), lambda x: None)

@@ -25,11 +25,7 @@ def tensors(seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> dict[str, Ten
 
 
 def rounded(
-    given: dict[str, Tensor],
-    recipe: Fp8Recipe,
-    emitter: Eager | None = None,
-    positions_last: bool = True,
-    **spec: Any,
+    given: dict[str, Tensor], recipe: Fp8Recipe, emitter: Eager | None = None, positions_last: bool = True, **spec: Any
 ) -> tuple[quantise.Rounded, dict[str, Tensor]]:
     described = make_spec(batch=B, heads=H, heads_kv=HKV, seqlen_q=S, seqlen_kv=S, head_dim=D, **spec)
     asked: Any = emitter or Eager()

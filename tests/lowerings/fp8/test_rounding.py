@@ -109,12 +109,10 @@ CASES = {
     "int8": Rounding(each=(How(format="int8", restore="float16"),), block=128),
     "e5m2": Rounding(each=(How(format="e5m2", as_given=True),), block=128),
     "three": Rounding(
-        each=(How(format="int8"), How(format="e4m3", has_mean=True), How(format="e4m3", turned=True)),
-        block=128,
+        each=(How(format="int8"), How(format="e4m3", has_mean=True), How(format="e4m3", turned=True)), block=128
     ),
     "a shift": Rounding(
-        each=(How(format="e4m3", has_shift=True, restore="float16"), How(format="int8", has_mean=True)),
-        block=128,
+        each=(How(format="e4m3", has_shift=True, restore="float16"), How(format="int8", has_mean=True)), block=128
     ),
 }
 #: of head dims that are powers of two

@@ -33,8 +33,7 @@ def test_unknown_head_dims_are_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seqlen", "head_dim", "is_three"),
-    [(8192, 64, True), (2048, 64, False), (8192, 128, False), ("s0", 64, False)],
+    ("seqlen", "head_dim", "is_three"), [(8192, 64, True), (2048, 64, False), (8192, 128, False), ("s0", 64, False)]
 )
 def test_long_sequences_of_narrow_heads_have_three_warpgroups(seqlen: int | str, head_dim: int, is_three: bool) -> None:
     spec = make_spec(mask=CAUSAL, seqlen_q=seqlen, seqlen_kv=seqlen, head_dim=head_dim)

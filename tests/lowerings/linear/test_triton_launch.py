@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from typing import Any
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from attn_compiler.lowerings.linear import triton_op, triton_ops, triton_passes
 from attn_compiler.lowerings.linear.triton_passes import Pieces
 from attn_compiler.lowerings.linear.triton_sizes import LinearSizes
 from attn_compiler.lowerings.linear.triton_tensors import LinearTensors
+from attn_compiler.lowerings.shared.launching.dry_run import noting
 from tests.lowerings.linear.kernels.bounds import within_bounds
 from tests.lowerings.linear.kernels.interpreted import with_bfloat16
 from tests.lowerings.linear.triton_problems import FORMS, furthest, problem
@@ -189,6 +193,47 @@ def _given(name: str, length: int, *, with_state: bool) -> tuple[Any, ...]:
     steps = x["dt"].detach().abs().requires_grad_()
     decay = (-steps.detach()).requires_grad_()
     return x["C"], x["B"], x["x"], decay, steps, x["D"], state, FORMS[name].text
+
+
+@pytest.mark.parametrize(
+    ("batch", "is_noted", "expected"),
+    [
+        (1, False, ["other after now", "states on now", "reverse on other", "now after other"]),
+        (2, False, ["states on now", "reverse on now"]),
+        (1, True, ["states on now", "reverse on now"]),
+    ],
+)
+def test_passes_of_a_backward_run_at_once(
+    monkeypatch: pytest.MonkeyPatch, batch: int, is_noted: bool, expected: list[str]
+) -> None:
+    log: list[str] = []
+
+    class Stream:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait_stream(self, other: Stream) -> None:
+            log.append(f"{self.name} after {other.name}")
+
+    current = [Stream("now")]
+
+    @contextlib.contextmanager
+    def on(stream: Stream) -> Iterator[None]:
+        current.append(stream)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(triton_passes, "_processors", lambda device: 132)
+    monkeypatch.setattr(triton_passes, "_stream", lambda device: Stream("other"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    for name in ("states", "reverse"):
+        monkeypatch.setattr(triton_passes, name, lambda *_, name=name: log.append(f"{name} on {current[-1].name}"))
+    sizes = LinearSizes.of(torch.empty(batch, 700, 16, 128), torch.empty(batch, 700, 32, 128), is_half=True)
+    call = SimpleNamespace(same=SimpleNamespace(device=torch.device("cuda", 0)), sizes=sizes, is_delta=True)
+    with noting(lambda *_: None) if is_noted else contextlib.nullcontext():
+        triton_passes.passes(cast(LinearTensors, call))
+    assert log == expected
 
 
 @_FORMS

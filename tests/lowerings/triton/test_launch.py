@@ -234,10 +234,7 @@ def test_grids_cover_every_block_head_and_batch_row_once() -> None:
         (Case(name="kept_bias", bias="hqk"), {"attention_grad_q_kept"}),
         (Case(name="kept_bias_of_rows", bias="hq"), {"attention_grad_q_kept", "attention_grad_bias"}),
         (Case(name="kept_distances", distances=2), {"attention_grad_q_kept"}),
-        (
-            Case(name="kept_both", bias="hqk", distances=2),
-            {"attention_grad_q_kept", "attention_grad_distances"},
-        ),
+        (Case(name="kept_both", bias="hqk", distances=2), {"attention_grad_q_kept", "attention_grad_distances"}),
         (Case(name="kept_softcap", bias="hqk", softcap=5.0), set()),
         (Case(name="kept_none"), set()),
     ],

@@ -204,10 +204,7 @@ def test_biases_and_sinks_have_gradients_as_in_the_spec_and_indices_pick_each_ro
     [
         (KeyPadding(condition=Load("m", (_B, _K), "bool")), fake(B, S + 1, dtype=torch.bool)),
         (KeyPadding(condition=Load("m", (_B, _K), "bool")), fake(B, S)),
-        (
-            KeyPadding(condition=ix.compare("<", Load("m", (_B, _K), "int"), Const(-1))),
-            fake(B, S, dtype=torch.int64),
-        ),
+        (KeyPadding(condition=ix.compare("<", Load("m", (_B, _K), "int"), Const(-1))), fake(B, S, dtype=torch.int64)),
         (Formula(condition=Load("m", (_B, _Q, _K), "bool")), fake(B, S, S, dtype=torch.bool)),
     ],
 )

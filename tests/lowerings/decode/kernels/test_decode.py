@@ -335,10 +335,7 @@ def _of_slices(Total, Peak, X, Out, Lse, SLICES: tl.constexpr, ROWS: tl.constexp
 def test_slices_are_joined_by_their_weights(slices: int) -> None:
     torch.manual_seed(slices)
     x = torch.randn(slices, ROWS, WIDTH, device=DEVICE)
-    total, peak = (
-        torch.rand(slices, ROWS, device=DEVICE) + 0.5,
-        torch.randn(slices, ROWS, device=DEVICE) * 9,
-    )
+    total, peak = (torch.rand(slices, ROWS, device=DEVICE) + 0.5, torch.randn(slices, ROWS, device=DEVICE) * 9)
     # A slice whose keys are all masked.
     total[1, 3], peak[1, 3], x[1, 3] = 0.0, -torch.inf, 0.0
     out, lse = torch.empty(ROWS // 2, WIDTH, device=DEVICE), torch.empty(ROWS // 2, device=DEVICE)
