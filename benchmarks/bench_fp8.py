@@ -78,8 +78,7 @@ class Side:
 
 SIDES = (
     Side(lowering=BASELINE), Side(lowering="fa4"), Side(lowering="triton"), Side(lowering="cudnn"),
-    Side(lowering="hopper_fp8", recipe=""), Side(lowering="triton_fp8", recipe="", passes=("forward",)),
-    Side(lowering="hopper_fp8", recipe="per head", passes=("forward",)),
+    Side(lowering="hopper_fp8", recipe=""), Side(lowering="hopper_fp8", recipe="per head", passes=("forward",)),
     Side(lowering="hopper_fp8", recipe="delayed"), Side(lowering="cudnn_fp8", recipe="per tensor"),
     Side(lowering="cudnn_fp8", recipe="delayed"),
     Side(lowering="cudnn_fp8", recipe="per tensor, backward", passes=("both",)),

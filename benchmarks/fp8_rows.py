@@ -26,6 +26,7 @@ _RECIPES = {
     "accurate": ("accurate", "no"), "per tensor, backward": ("tensor", "yes"), "delayed, backward": ("before", "yes"),
 }  # fmt: skip
 OTHERS = ("fa4", "cudnn", "hopper")
+KNOWN = (*FP8, *OTHERS, "triton", bench_fp8.BASELINE)
 
 #: lowering, "scaling" and "backward" of fp8_speed.SpeedRow
 Key = tuple[str, str, str]
@@ -38,7 +39,8 @@ def measured(rows: Sequence[Mapping[str, str]]) -> dict[tuple[str, bool], dict[K
     measured: nothing is faster."""
     found: dict[tuple[str, bool], dict[Key, Mapping[str, str]]] = {}
     for row in sorted(rows, key=lambda row: row["part"] == "whole"):
-        if row["recipe"] in _RECIPES and row.get("tflops"):
+        # The file also has times of a kernel in FP8 that is there no more.
+        if row["recipe"] in _RECIPES and row.get("tflops") and row["side"] in KNOWN:
             scaling, backward = _RECIPES[row["recipe"]] if row["side"] in FP8 else ("", "")
             found.setdefault((row["case"], row["pass"] == "both"), {})[row["side"], scaling, backward] = row
     return found

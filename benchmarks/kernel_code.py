@@ -39,7 +39,7 @@ from attn_compiler.lowerings.fp8.rounding import How, Rounding
 from attn_compiler.lowerings.hopper import backward_launch, fp8_launch as hopper_launch, launch as hopper_half_launch
 from attn_compiler.lowerings.shared.launching import persistent
 from attn_compiler.lowerings.shared.parts.kernel_plan import Band
-from attn_compiler.lowerings.triton import fp8_launch as triton_launch, launch
+from attn_compiler.lowerings.triton import launch
 from attn_compiler.spec.fp8_recipe import CurrentScaling, Fp8Recipe
 from attn_compiler.spec.target import Target
 from benchmarks.harness import arg, command, read
@@ -50,7 +50,6 @@ from tests.lowerings.hopper import problems as hopper_problems
 from tests.lowerings.hopper.kernels import compiling as hopper_compiling, compiling_backward
 from tests.lowerings.kernel_cases import Case
 from tests.lowerings.kernel_problems import build, planned
-from tests.lowerings.triton.kernels import compiling_fp8 as fp8_compiling
 from tests.lowerings.triton.kernels.compiling import resources, said_of
 
 _SM = 90
@@ -84,10 +83,6 @@ _TRITON = (
     _case("one_query_64", band=Band(right=0, from_end=True), seqlen_q=1),
 )  # fmt: skip
 _FLOAT32 = (_case("causal_float32_64", **_CAUSAL), _case("bias_float32_64", bias="hqk"))
-_FP8 = (
-    ("causal_64", "block"), ("causal_128", "block"), ("causal_128", "head"), ("few_128", "head"),
-    ("keys_softcap_128", "accurate"), ("documents_128", "block"), ("rows_64", "block"),
-)  # fmt: skip
 _RECIPES = {
     "head": Fp8Recipe(scaling=CurrentScaling(granularity="head")),
     "block": Fp8Recipe(scaling=CurrentScaling(granularity="block")),
@@ -188,12 +183,12 @@ def _latent(heads: int) -> None:
     latent_problems.results(latent_problems.of_latent(case, **given, schedule=schedule))
 
 
-def _fp8(case: Case, recipe: str, forward: Callable[..., Any]) -> None:
+def _fp8(case: Case, recipe: str) -> None:
     target = Target.fake(sm=_SM)
     given = fp8_problems.build(case, _RECIPES[recipe], dtype=torch.bfloat16, device="cpu", target=target)
     problem = given.problem
     with planned(problem.plan), mock.patch.object(persistent, "programs", _programs):
-        forward(problem.q, problem.k, problem.v, given.operands, problem.text)
+        hopper_launch.forward(problem.q, problem.k, problem.v, given.operands, problem.text)
 
 
 def _programs(blocks: int, device: torch.device) -> tuple[int, int, int]:
@@ -238,12 +233,8 @@ def _cases() -> dict[str, Callable[[], None]]:
         found |= {f"triton {case.name}": functools.partial(_triton, case, dtype) for case in cases}
     found |= {f"decode {name}": functools.partial(_decode, name) for name in decode_compiling.CASES}
     found |= {f"latent {heads}": functools.partial(_latent, heads) for heads in (16, 32, 128)}
-    for name, recipe in _FP8:
-        found[f"fp8 {name} {recipe}"] = functools.partial(
-            _fp8, fp8_compiling.CASES[name], recipe, triton_launch.forward
-        )
     for case, recipe in _HOPPER:
-        found[f"hopper {case.name} {recipe}"] = functools.partial(_fp8, case, recipe, hopper_launch.forward)
+        found[f"hopper {case.name} {recipe}"] = functools.partial(_fp8, case, recipe)
     for case in (*hopper_compiling.CASES, *hopper_compiling.WIDE):
         found[f"hopper half {case.name}"] = functools.partial(_half, case)
     for case in (*compiling_backward.CASES, *compiling_backward.WIDE):

@@ -43,14 +43,14 @@ KEPT = ROOT / "build" / "triton"
 WHEELS: dict[Release, str] = {(3, 6): "3.6.0", (3, 7): "3.7.1", (3, 8): "3.8.0", (3, 9): "3.9.0"}
 #: which lowering launches a case, by how its name begins; the first that fits
 LAUNCHED_BY = {
-    "triton": "triton", "fp8": "triton_fp8", "round": "triton_fp8", "decode": "decode",
+    "triton": "triton", "round": "hopper_fp8", "decode": "decode",
     "latent 128": "decode_latent_sm90", "latent": "decode_latent", "hopper half": "hopper", "hopper": "hopper_fp8",
 }  # fmt: skip
 #: of every lowering: what it does most, and what takes the most registers
 SECTION = (
     "triton causal_64", "triton causal_256", "triton bias_hqk_64", "triton documents_64",
     "triton causal_128 forward sm80", "triton causal_128 grad_q sm120", "triton causal_64 grad_kv sm100",
-    "fp8 causal_128 head", "fp8 keys_softcap_128 accurate", "round 64 rotated", "decode head_dim_64", "decode fp8",
+    "round 64 rotated", "decode head_dim_64", "decode fp8",
     "decode queries", "decode head_dim_64 sm80", "latent 16", "latent 128", "hopper causal_128 head",
     "hopper softcap_sinks_64 head", "hopper half documents_64", "hopper half causal_192_128",
     "hopper half grad_causal_128",
@@ -185,7 +185,6 @@ def write(file: Any, kind: type[Any], rows: Iterable[Mapping[str, Any]]) -> None
 #: of each lowering the tests that run its kernels
 TESTS = {
     "triton": ("tests/lowerings/triton/test_launch.py",),
-    "triton_fp8": ("tests/lowerings/triton/test_fp8.py",),
     "decode": ("tests/lowerings/decode/kernels/test_decode.py",),
     "decode_latent": ("tests/lowerings/decode/kernels/test_decode_latent.py",),
 }

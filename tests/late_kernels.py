@@ -46,7 +46,6 @@ CASES: dict[str, Any] = {
     "triton biased": (biased, 640, True),
     "triton packed": (packed, 700, True),
     "decode": (padded, 1, False),
-    "triton_fp8": (padded, 704, False),
     "hopper_fp8": (causal, 704, False),
 }
 

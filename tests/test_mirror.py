@@ -27,7 +27,6 @@ LONG = {
     "lowerings/decode/test_gathered.py": 473,
     "lowerings/shared/kernels/gluon_in_torch.py": 414,
     "lowerings/shared/parts/test_part_tensors.py": 418,
-    "lowerings/test_what_families_take.py": 406,
     "near_miss/test_kept.py": 556,
     "near_miss/test_scores.py": 583,
     "near_miss/test_weights.py": 477,

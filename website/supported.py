@@ -37,7 +37,6 @@ _PAGES: dict[str, str] = {
     "hopper_fp8": "fp8_kernels.md",
     "rows": "choosing.md",
     "triton": "kernels.md",
-    "triton_fp8": "fp8_kernels.md",
 }
 #: the model's own computation
 _STAYS = "untouched"

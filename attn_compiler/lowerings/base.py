@@ -44,7 +44,7 @@ OF_NUMBERS = ("math", "reference")
 OF_NUMBERS_FORWARD = ("sdpa_cpu_flash", "sdpa_efficient", "sdpa_cudnn")
 
 #: Lowerings in FP8. They come first for a site with a recipe, and serve no other. The reference is used only if asked for by name.
-FP8 = ("hopper_fp8", "triton_fp8", "cudnn_fp8", "reference_fp8")
+FP8 = ("hopper_fp8", "cudnn_fp8", "reference_fp8")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

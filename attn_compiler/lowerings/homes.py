@@ -35,7 +35,6 @@ CLASSES: Mapping[str, str] = {
     "hopper": "hopper.lowering.HopperAttention",
     "triton": "triton.lowering.TritonAttention",
     "hopper_fp8": "hopper.fp8.HopperFp8",
-    "triton_fp8": "triton.fp8.TritonFp8",
     "cudnn": "cudnn.lowering.CudnnAttention",
     "cudnn_fp8": "cudnn.fp8.CudnnFp8",
     "decode": "decode.lowering.Decode",

@@ -154,7 +154,7 @@ FP8 = [
         ("sdpa_cudnn", "whole", "600"),
         ("hopper_fp8", "whole", "700"),
         ("hopper_fp8", "kernel", "800"),
-        ("triton_fp8", "whole", ""),
+        ("hopper_fp8", "alone", ""),
     )
 ]
 SELECT = [

@@ -177,7 +177,7 @@ def test_what_the_passes_need_is_gone_and_casts_are_asserted() -> None:
         assert node.op in ("placeholder", "output") or "val" in node.meta
 
 
-@pytest.mark.parametrize("name", ["triton_fp8", "decode", "cudnn", "fa4", "reference"])
+@pytest.mark.parametrize("name", ["hopper_fp8", "decode", "cudnn", "fa4", "reference"])
 def test_a_lowering_that_needs_this_package_is_refused_by_name(name: str) -> None:
     model = made(models.CausalMask)
     program = exported(model, batch())

@@ -72,16 +72,6 @@ def decode(name: str) -> Callable[[], None]:
     return run
 
 
-def triton_fp8(case: Case) -> Callable[[], None]:
-    def run() -> None:
-        _needs("triton_fp8")
-        target = Target.current(DEVICE)
-        given = fp8_problems.build(case, RECIPE, dtype=BF16, device=DEVICE, target=target)
-        fp8_problems.assert_within_rule(fp8_problems.results(given), given)
-
-    return run
-
-
 def hopper_fp8_of_lengths() -> None:
     _needs("hopper_fp8")
     given = test_visible_keys.rounded_of_lengths("causal", Fp8Recipe(), poison.NOT_FINITE, DEVICE)
@@ -214,10 +204,6 @@ FAMILIES: dict[str, Callable[[], None]] = {
     "decode fp8": decode("fp8_head_dims_80_48"),
     "round": rounding("three", 48),
     "round rotated": rounding("accurate, a shift", 128),
-    "triton_fp8": triton_fp8(Case(name="sanitized fp8", band=Band(right=0), **_ODD | {"head_dim": 64})),
-    "triton_fp8 masks": triton_fp8(
-        dataclasses.replace(BY_NAME["all_masks"], name="sanitized fp8 masks", **_ODD | {"head_dim": 128})
-    ),
     "hopper_fp8": hopper_fp8(Case(name="sanitized hopper", band=Band(right=0), **_ODD | {"head_dim": 128})),
     "hopper_fp8 window": hopper_fp8(
         Case(

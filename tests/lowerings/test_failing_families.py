@@ -16,10 +16,9 @@ from torch import Tensor
 from attn_compiler.lowerings.cudnn import frontend, launch as cudnn_launch, ops as cudnn_ops
 from attn_compiler.lowerings.cudnn.plan import CudnnCall
 from attn_compiler.lowerings.fa4 import launch as fa4_launch
-from attn_compiler.lowerings.hopper import backward_launch, launch as hopper_launch
+from attn_compiler.lowerings.hopper import backward_launch, fp8_launch, launch as hopper_launch
 from attn_compiler.lowerings.plain import reference
 from attn_compiler.lowerings.shared.calls.failures import FAILURES
-from attn_compiler.lowerings.triton import fp8_launch
 from attn_compiler.reasons.errors import AttnCompilerWarning
 from attn_compiler.spec.fp8_recipe import CurrentScaling, Fp8Recipe
 from tests import numerics
@@ -27,6 +26,7 @@ from tests.lowerings import call_math, kernel_problems
 from tests.lowerings.fa4 import cases as fa4_cases
 from tests.lowerings.fp8 import problems as fp8_problems
 from tests.lowerings.hopper import problems as hopper_problems
+from tests.lowerings.hopper.test_fp8_launch import assert_near
 from tests.lowerings.hopper.test_launch import ADDED, CASES as HOPPER, MASKED
 from tests.lowerings.kernel_cases import BY_NAME, Case
 
@@ -74,13 +74,16 @@ def test_hoppers_backward(name: str, in_order: bool, monkeypatch: pytest.MonkeyP
         torch.testing.assert_close(got, right.to(got.dtype), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["gqa", "keys_left", "sinks_keys_none", "softcap_keys", "window_from_end"])
+@pytest.mark.parametrize("name", ["gqa", "window_from_end", "sinks", "softcap"])
 @pytest.mark.parametrize("smooth", [False, True])
 def test_fp8(name: str, smooth: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fp8_launch, "launch", _fail)
     recipe = Fp8Recipe(scaling=CurrentScaling(granularity="block"), smooth_k=smooth, hadamard=smooth)
     given = fp8_problems.build(BY_NAME[name], recipe, dtype=torch.float16)
-    fp8_problems.assert_within_rule(fp8_problems.results(given), given)
+    problem = given.problem
+    with kernel_problems.planned(problem.plan), torch.no_grad():
+        out, lse = fp8_launch.forward(problem.q, problem.k, problem.v, given.operands, problem.text)
+    assert_near(given, out, lse, share=0.002, atol=2e-3)
 
 
 CALLS = {

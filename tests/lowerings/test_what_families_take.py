@@ -22,7 +22,6 @@ from attn_compiler.lowerings.shared.limits import kernel_limits
 from attn_compiler.lowerings.shared.limits.common import LAST_SM
 from attn_compiler.lowerings.shared.limits.takes import Takes, check_gpu, refused
 from attn_compiler.lowerings.shared.parts.site_parts import ADDED, MASKING
-from attn_compiler.lowerings.triton import takes as triton
 from attn_compiler.spec import scores
 from attn_compiler.spec.attention import AttentionSpec, TensorSpec
 from attn_compiler.spec.masks import Causal, CausalFrom, Dense, Document, KeyPadding, MaskSpec, SlidingWindow
@@ -74,7 +73,6 @@ FAMILIES: dict[str, tuple[dict[str, Any], Callable[[AttentionSpec], AttentionSpe
     "cudnn": ({}, laid),
     "decode": ({"seqlen_q": 1, "needs_grad": False}, lambda spec: spec),
     "hopper": (LONG, lambda spec: spec),
-    "triton_fp8": (LONG | {"head_dim": 128, "mask": CAUSAL}, in_fp8),
     "hopper_fp8": (LONG | {"head_dim": 128, "mask": CAUSAL}, in_fp8),
 }
 
@@ -115,7 +113,6 @@ MACHINES: list[tuple[str, Target, str]] = [
     ("hopper", Target.fake(triton="3.10.0"), "compiled with Triton 3.6, 3.7, 3.8 or 3.9; observed 3.10.0"),
     ("hopper", Target.fake(device="cpu"), "device cpu"),
     ("hopper", INTERPRETED, "interpreter"),
-    *(("triton_fp8", Target.fake(sm=sm), "" if sm >= 89 else "sm80") for sm in (80, 89, 90, 100, 120)),
     *(("hopper_fp8", Target.fake(sm=sm), "" if sm == 90 else f"sm{sm}") for sm in (80, 89, 90, 100, 120)),
     ("cudnn", H200, ""),
     ("cudnn", Target.fake(), "nvidia-cudnn-frontend from 1.22 to before 1.33; observed not installed; pip install"),
@@ -247,20 +244,14 @@ SITES: list[tuple[str, dict[str, Any], str]] = [
     ("hopper", {"changes": (bias(1, 8, 4096, 4096),), "scale": 1e-7}, "beside a bias"),
     ("hopper", {"scale": 1e-40}, "scale is at least"),
     ("hopper", {"changes": (Softcap(cap=1e35),)}, "softcap is at most"),
-    ("triton_fp8 hopper_fp8", {}, ""),
-    ("triton_fp8 hopper_fp8", {"changes": (Softcap(cap=30.0), Sinks(requires_grad=False))}, ""),
-    ("triton_fp8 hopper_fp8", {"head_dim": 16}, ""),
-    *(
-        (family, given, said if family == "hopper_fp8" else "")
-        for family in ("triton_fp8", "hopper_fp8")
-        for given, said in (
-            ({"head_dim": 192}, "128"),
-            ({"mask": dense(1, 1, 4096, 4096)}, "mask"),
-            ({"changes": (bias(1, 8, 4096, 4096),)}, "bias"),
-            ({"scale": -0.1}, "scale"),
-            ({"dropout_p": 0.1}, "seed"),
-        )
-    ),
+    ("hopper_fp8", {}, ""),
+    ("hopper_fp8", {"changes": (Softcap(cap=30.0), Sinks(requires_grad=False))}, ""),
+    ("hopper_fp8", {"head_dim": 16}, ""),
+    ("hopper_fp8", {"head_dim": 192}, "128"),
+    ("hopper_fp8", {"mask": dense(1, 1, 4096, 4096)}, "mask"),
+    ("hopper_fp8", {"changes": (bias(1, 8, 4096, 4096),)}, "bias"),
+    ("hopper_fp8", {"scale": -0.1}, "scale"),
+    ("hopper_fp8", {"dropout_p": 0.1}, "seed"),
     ("cudnn", {"mask": CAUSAL}, ""),
     ("cudnn", {"mask": CAUSAL, "changes": (Sinks(requires_grad=False),)}, ""),
     ("cudnn", {"mask": window(40)}, ""),
@@ -379,8 +370,7 @@ LESS: list[tuple[Takes, Takes]] = [
     (decode.TAKES, kernel_limits.TAKES),
     (decode.OF_LATENT, kernel_limits.TAKES),
     (hopper.TAKES, kernel_limits.TAKES),
-    (triton.FP8, kernel_limits.TAKES),
-    (hopper.FP8, triton.FP8),
+    (hopper.FP8, hopper.TAKES),
 ]
 
 

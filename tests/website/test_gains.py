@@ -95,7 +95,7 @@ def test_what_ran_on_a_gpu_is_read_off_benchmarks(lowering: str) -> None:
     ("file", "row", "lowerings"),
     [
         ("h200.csv", {"lowerings": "triton x8 + sdpa_cudnn x4"}, ["triton"]),
-        ("x.csv", {"side": "triton_fp8"}, ["triton_fp8"]),
+        ("x.csv", {"side": "hopper_fp8"}, ["hopper_fp8"]),
         ("x.csv", {"side": "rule"}, []),
         ("decode_h200.csv", {"side": "rule"}, ["decode"]),
         ("x.csv", {"lowering": "fa4", "side": None}, []),

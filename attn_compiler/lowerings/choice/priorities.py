@@ -31,7 +31,7 @@ from attn_compiler.spec.target import Target
 
 LAST = "untouched"
 
-_FP8_FIRST = ("hopper_fp8", "triton_fp8", "cudnn_fp8")
+_FP8_FIRST = ("hopper_fp8", "cudnn_fp8")
 
 
 #: Lowerings that return a logsumexp. They come after those of a measured order, and before `untouched`, which writes all scores to memory.

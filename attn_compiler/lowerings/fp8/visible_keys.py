@@ -4,8 +4,7 @@ Kernels in FP8 multiply a tile of v by weights of 0 where pairs are not allowed,
 anyway, so they write 0 for invisible keys, for every reader: the forward, and the backward that restores k and v. A magnitude of an
 invisible key would also cost visible ones bits.
 
-Vectors of keys, numbers of keys and bands give such keys. Intervals that differ by query, documents and dense masks would need a pass of
-their own; triton_fp8, which alone takes them, checks visibility in each tile that it masks (triton/kernels/forward_fp8.py).
+Numbers of keys and bands give such keys; no kernel in FP8 takes other masks, but for the reference.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""FP8 attention on Hopper in its own layout (kernels/forward_fp8_sm90.py): a band, softcap and sinks, head dims up to 128. `triton_fp8`
-takes the rest. The backward is another family's, in the model's dtype, from q, k and v as they were rounded (fp8/restoring.py)."""
+"""FP8 attention on Hopper in its own layout (kernels/forward_fp8_sm90.py): a band, softcap and sinks, head dims up to 128. The backward
+is another family's, in the model's dtype, from q, k and v as they were rounded (fp8/restoring.py)."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from attn_compiler.reasons.decisions import Reason, refuse
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.target import Target
 
-_REMEDY = "leave the choice to the recipe, or give lowering='triton_fp8', whose kernels take such sites"
+_REMEDY = "nothing to do: the site runs in its own dtype, by kernels that take it"
 #: the kernel reads `rows` alone: tiles follow from the number of keys
 _OF_LENGTHS = ("rows", "tiles", "tiles_by_key")
 
 
 class HopperFp8(ByParts):
-    """`attn_compiler::hopper_fp8`, with the operands of `triton_fp8`. fp8/restoring.py attaches a backward."""
+    """`attn_compiler::hopper_fp8`, with the operands of fp8/quantise.py, then those of the plan. fp8/restoring.py attaches a backward."""
 
     name = "hopper_fp8"
 

@@ -22,8 +22,7 @@ TAKES = dataclasses.replace(
     dropout=False,
 )
 
-#: For q, k and v rounded from half precision. fp8.py refuses scales, dropout and other parts in words of its own, since
-#: `triton_fp8` takes them.
+#: For q, k and v rounded from half precision. fp8.py refuses scales, dropout and other parts in words of its own.
 FP8 = dataclasses.replace(
     TAKES,
     parts=frozenset({"band", "lengths"}),

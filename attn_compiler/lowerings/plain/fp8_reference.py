@@ -1,6 +1,6 @@
-"""The reference of FP8 attention: the computation of the triton_fp8 kernel, tile by tile, in plain PyTorch on any device.
+"""The reference of FP8 attention: the computation of a kernel, tile by tile, in plain PyTorch on any device.
 
-q, k and v are rounded as for that kernel. The softmax's weights are rounded as the kernel rounds them: 2**8 times as large, against the
+q, k and v are rounded as for `hopper_fp8`. The softmax's weights are rounded as kernels round them: 2**8 times as large, against the
 largest score of the tiles so far, the last tile first. Products are summed in float32, where tensor cores keep fewer bits. All scores are
 in memory, so it runs only when asked for. The backward is the reference's, from the rounded q, k and v and the lse of the forward.
 """
@@ -26,7 +26,7 @@ Tensors = Sequence[torch.Tensor]
 
 #: keys that the online softmax takes at once
 TILE = 128
-#: factor of weights before rounding: they are up to 256, of 448 (see triton/kernels/forward_fp8.py)
+#: factor of weights before rounding: they are up to 256, of 448
 WEIGHT = 2.0**8
 
 

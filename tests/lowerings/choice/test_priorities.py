@@ -262,7 +262,6 @@ def test_lowerings_are_registered_once_each() -> None:
         "hopper",
         "triton",
         "hopper_fp8",
-        "triton_fp8",
         "cudnn",
         "cudnn_fp8",
         "decode",

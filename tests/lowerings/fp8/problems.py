@@ -21,8 +21,8 @@ from torch import Tensor
 
 from attn_compiler.lowerings.base import Operands
 from attn_compiler.lowerings.fp8 import quantise, restoring
+from attn_compiler.lowerings.shared.parts import tile_table
 from attn_compiler.lowerings.shared.parts.kernel_plan import Call, Plan
-from attn_compiler.lowerings.triton import fp8 as triton_fp8
 from attn_compiler.spec.fp8_recipe import Fp8Recipe
 from attn_compiler.spec.target import Target
 from tests import numerics
@@ -37,7 +37,7 @@ _DTYPES = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
 class Fp8Problem:
     """rounded, kept: what quantise.py makes, by name. leaf: the op, with the backward of `triton`."""
 
-    leaf: str = "triton_fp8"
+    leaf: str = "hopper_fp8"
     problem: Problem
     rounded: dict[str, Tensor]
     kept: dict[str, Tensor]
@@ -103,7 +103,7 @@ def rounded_problem(
     rounded = dict(zip(quantise.names(spec), made.operands, strict=True))
     if target is not None:
         with planned(problem.plan):
-            call = dataclasses.replace(call, tiles=triton_fp8._tiles(spec, target))
+            call = dataclasses.replace(call, tiles=tile_table.tiles(spec, target))
     text = dataclasses.replace(call, spec=spec).to_text()
     kept = dict(zip(restoring.kept_of(spec, text).names, made.kept, strict=True)) if made.kept else {}
     return Fp8Problem(problem=dataclasses.replace(problem, text=text), rounded=rounded, kept=kept)

@@ -28,8 +28,8 @@ H100 = Target.fake(sm=90)
 
 
 def refusals(recipe: Fp8Recipe | None = Fp8Recipe(), target: Target = H100, **given: Any) -> str:  # noqa: B008
-    """Of the Triton lowering."""
-    return words(by_name("triton_fp8").why_not(dataclasses.replace(make_spec(**given), fp8=recipe), target))
+    """Of Hopper's lowering."""
+    return words(by_name("hopper_fp8").why_not(dataclasses.replace(make_spec(**given), fp8=recipe), target))
 
 
 @pytest.mark.parametrize("given", [{}, {"dtype": "float16"}, {"seqlen_q": "s0", "seqlen_kv": "s0"}, {"head_dim": 80}])
@@ -42,7 +42,7 @@ def test_no_recipe() -> None:
     assert "options={'fp8_recipe'" in refusals(None)
 
 
-@pytest.mark.parametrize("name", ["triton_fp8", "hopper_fp8", "cudnn_fp8", "reference_fp8"])
+@pytest.mark.parametrize("name", ["hopper_fp8", "cudnn_fp8", "reference_fp8"])
 def test_nothing_in_fp8_gives_the_logsumexp(name: str) -> None:
     spec = dataclasses.replace(make_spec(lse="read", needs_grad=False), fp8=Fp8Recipe())
     assert "nothing reads the logsumexp" in words(by_name(name).why_not(spec, H100))
@@ -57,11 +57,11 @@ def test_a_model_in_float32() -> None:
 def test_gpus_without_fp8() -> None:
     assert "sm80" in refusals(target=Target.fake(sm=80))
     assert "sm86" in refusals(target=Target.fake(sm=86))
-    assert refusals(target=Target.fake(sm=89)) == ""
+    assert "sm89" in refusals(target=Target.fake(sm=89))
     assert "cpu" in refusals(target=Target.fake(device="cpu", sm=0), device="cpu")
 
 
-@pytest.mark.parametrize(("size", "allowed"), [(72, False), (80, True), (256, True), (272, False)])
+@pytest.mark.parametrize(("size", "allowed"), [(72, False), (80, True), (128, True), (144, False)])
 def test_head_dims(size: int, allowed: bool) -> None:
     assert (refusals(head_dim=size) == "") is allowed
 
@@ -81,7 +81,7 @@ def test_few_queries() -> None:
     assert refusals(seqlen_q=33) == ""
 
 
-@pytest.mark.parametrize("name", ["triton_fp8", "hopper_fp8", "reference_fp8"])
+@pytest.mark.parametrize("name", ["hopper_fp8", "reference_fp8"])
 @pytest.mark.parametrize("size", ["batch", "seqlen_kv"])
 def test_nothing_to_attend_to(size: str, name: str) -> None:
     """There is no largest of no numbers, and no scale to be read."""
@@ -99,7 +99,7 @@ def test_a_backward_in_fp8_is_cudnns_alone() -> None:
     assert "forward=False" in refusals(Fp8Recipe(forward=False, backward=True))
 
 
-@pytest.mark.parametrize("name", ["triton_fp8", "reference_fp8"])
+@pytest.mark.parametrize("name", ["hopper_fp8", "reference_fp8"])
 def test_what_the_family_refuses_is_refused(name: str) -> None:
     spec = dataclasses.replace(make_spec(returns_weights=True), fp8=Fp8Recipe())
     assert "weights" in words(by_name(name).why_not(spec, H100))

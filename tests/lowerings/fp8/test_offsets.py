@@ -9,11 +9,8 @@ import torch
 
 from attn_compiler.lowerings.fp8 import rounding
 from attn_compiler.lowerings.fp8.rounding import How, Rounding
-from attn_compiler.lowerings.shared.parts.kernel_plan import Band
 from tests.lowerings import sparse
-from tests.lowerings.fp8 import problems
 from tests.lowerings.fp8.problems import rounding_as_hardware
-from tests.lowerings.kernel_cases import Case
 
 pytest.importorskip("triton")
 
@@ -53,19 +50,3 @@ def test_means(axis: int) -> None:
     torch.testing.assert_close(
         rounding_launch.mean_fp8(sparse.apart(k, axis), True), rounding._mean_in_pytorch(k, True)
     )
-
-
-@pytest.mark.in_turns
-@pytest.mark.parametrize("axis", range(3), ids=["batch", "head", "dim or position"])
-@pytest.mark.parametrize("name", ["k8", "v8"])
-def test_attention(name: str, axis: int) -> None:
-    """Positions of k lie as the model's do; of v, head dims are the axis before the last."""
-    case = Case(name=f"far {name} {axis}", band=Band(right=0), heads_q=4, heads_kv=2, head_dim=32)
-    given = problems.build(case, problems.Fp8Recipe(), dtype=torch.float16, device="cpu")
-    right = problems.outputs(given)
-    far = dict(given.rounded) | {
-        name: sparse.apart(given.rounded[name].view(torch.int8), axis).view(torch.float8_e4m3fn)
-    }
-    found = problems.outputs(dataclasses.replace(given, rounded=far))
-    for mine, wanted in zip(found, right, strict=True):
-        assert torch.equal(mine, wanted)

@@ -29,7 +29,7 @@ from attn_compiler.lowerings.shared.launching.dry_run import noter
 from attn_compiler.lowerings.shared.ops.leaf_ops import empty_outputs
 from attn_compiler.lowerings.shared.ops.listing import OPEN
 from attn_compiler.lowerings.shared.parts.kernel_plan import Call
-from attn_compiler.lowerings.triton import fp8_launch as triton_launch, launch
+from attn_compiler.lowerings.triton import launch
 from benchmarks import kernel_code
 from tests.lowerings.kernel_cases import BY_NAME
 from tests.lowerings.kernel_problems import build, planned
@@ -40,7 +40,6 @@ BODIES = (
     (launch, "gradients"),
     (decode_launch, "forward"),
     (latent_launch, "forward"),
-    (triton_launch, "forward"),
     (hopper_launch, "forward"),
     (rounding_launch, "mean_fp8"),
     (rounding_launch, "largest_fp8"),

@@ -28,17 +28,16 @@ _FAR = 1 << 30
 STATS_BLOCK = 64
 #: widest head dim of a tile: the result of a product twice as wide does not fit into a thread's registers
 _WIDEST_PART = 256
+#: elements that tensor cores take at once
+_LEAST_PART = 16
 
 
-def head_dim_parts(head_dim: int, least: int = 16) -> tuple[int, int]:
+def head_dim_parts(head_dim: int) -> tuple[int, int]:
     """Return the tile widths that cover a head dim: one power of two, or two where that is less work (80 = 64 + 16) or where one is too
-    wide (512 = 256 + 256).
-
-    least: elements that tensor cores take at once.
-    """
-    whole = max(least, triton.next_power_of_2(head_dim))
-    first = max(least, whole // 2)
-    second = max(least, triton.next_power_of_2(max(head_dim - first, 1)))
+    wide (512 = 256 + 256). Each is at least what tensor cores take at once."""
+    whole = max(_LEAST_PART, triton.next_power_of_2(head_dim))
+    first = max(_LEAST_PART, whole // 2)
+    second = max(_LEAST_PART, triton.next_power_of_2(max(head_dim - first, 1)))
     halved = first < head_dim and first + second < whole
     return (first, second) if halved or whole > _WIDEST_PART else (whole, 0)
 

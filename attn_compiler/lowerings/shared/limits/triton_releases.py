@@ -21,7 +21,6 @@ _GLUON: tuple[Release, ...] = ((3, 6), (3, 7), (3, 8), (3, 9))
 COMPILED: Mapping[str, tuple[Release, ...]] = MappingProxyType(
     {
         "triton": _TRITON,
-        "triton_fp8": _TRITON,
         "decode": _TRITON,
         "decode_latent": _TRITON,
         "decode_latent_sm90": _GLUON,

@@ -1,4 +1,4 @@
-"""As compiling_fp8.py, for the kernels that round: python -m tests.lowerings.fp8.kernels.compiling_round"""
+"""As triton/kernels/compiling.py, for the kernels that round: python -m tests.lowerings.fp8.kernels.compiling_round"""
 
 from __future__ import annotations
 

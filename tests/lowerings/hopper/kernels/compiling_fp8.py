@@ -1,4 +1,4 @@
-"""As compiling_fp8.py, for the kernel in Gluon: python -m tests.lowerings.hopper.kernels.compiling_fp8"""
+"""As triton/kernels/compiling.py, for the FP8 kernel in Gluon: python -m tests.lowerings.hopper.kernels.compiling_fp8"""
 
 from __future__ import annotations
 

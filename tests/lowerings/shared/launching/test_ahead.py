@@ -285,7 +285,6 @@ def test_every_leaf_op_of_triton_kernels_is_looked_at() -> None:
         "triton_part",
         "decode",
         "decode_latent",
-        "triton_fp8",
         "hopper",
         "hopper_backward",
         "hopper_in_order_backward",

@@ -18,7 +18,6 @@ from attn_compiler.lowerings.sdpa import takes as sdpa
 from attn_compiler.lowerings.shared.limits import common as limits, kernel_limits, takes
 from attn_compiler.lowerings.shared.limits.takes import OWN, HeadDims, Takes, since
 from attn_compiler.lowerings.shared.parts.site_parts import ADDED, MASKING, PartKind
-from attn_compiler.lowerings.triton.takes import FP8 as TRITON_FP8
 from attn_compiler.spec.masks import Causal, Dense, Document, KeyPadding, MaskSpec
 from attn_compiler.spec.scores import Sinks, Softcap, Unusual
 from attn_compiler.spec.target import Target
@@ -36,7 +35,6 @@ FAMILIES: dict[str, Takes] = {
     "decode": DECODE,
     "cudnn": CUDNN,
     "fa4": FA4,
-    "triton_fp8": TRITON_FP8,
     "hopper_fp8": HOPPER_FP8,
     "hopper": HOPPER,
 }

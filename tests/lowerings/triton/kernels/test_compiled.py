@@ -1,13 +1,11 @@
-"""Compiled for several GPUs, the Triton family's kernels fit and spill little, in FP8, too."""
+"""Compiled for several GPUs, the Triton family's kernels fit and spill little."""
 
 from __future__ import annotations
-
-import re
 
 import pytest
 
 from tests.lowerings.shared.kernels.compilers import most_spilled, of_a_known_compiler, printed_by
-from tests.lowerings.triton.kernels import compiling, compiling_fp8 as compiling_fp8
+from tests.lowerings.triton.kernels import compiling
 from tests.lowerings.triton.kernels.compiling import (
     ADDED,
     CASES,
@@ -18,12 +16,6 @@ from tests.lowerings.triton.kernels.compiling import (
     WIDE_MACHINES,
     Found,
     name_of,
-)
-from tests.lowerings.triton.kernels.compiling_fp8 import (
-    CASES as FP8_CASES,
-    JOBS as FP8_JOBS,
-    RECIPES,
-    Found as FoundFp8,
 )
 from tests.thinned import asked_for, in_full
 
@@ -123,39 +115,3 @@ def test_what_is_added_does_not_cross_shared_memory(name: str, compiled: dict[tu
 @pytest.mark.parametrize("job", _ALL, ids=name_of)
 def test_shared_memory_suffices(job: tuple[str, str, int], compiled: dict[tuple[str, str, int], Found]) -> None:
     assert 0 < compiled[job].shared <= SHARED[job[2]]
-
-
-# Compiled for GPUs with FP8, the kernel multiplies FP8 on their tensor cores.
-
-#: bytes that a block may have, of Nvidia's tuning guides
-FP8_SHARED = 227 * 1024
-
-
-@pytest.fixture(scope="module")
-def compiled_fp8() -> dict[tuple[str, str, int], FoundFp8]:
-    return {(each["case"], each["recipe"], each["sm"]): FoundFp8(**each) for each in printed_by(compiling_fp8)}
-
-
-def test_every_case_and_recipe_is_compiled() -> None:
-    assert {name for name, _, _ in FP8_JOBS} == set(FP8_CASES)
-    assert {recipe for _, recipe, _ in FP8_JOBS} == set(RECIPES)
-
-
-@pytest.mark.in_turns(3)
-@of_a_known_compiler
-@pytest.mark.parametrize("job", FP8_JOBS, ids=lambda job: "-".join(map(str, job)))
-def test_products_are_those_of_fp8_and_nothing_spills(
-    job: tuple[str, str, int], compiled_fp8: dict[tuple[str, str, int], FoundFp8]
-) -> None:
-    found = compiled_fp8[job]
-    assert found.spilled <= most_spilled(0, f"triton_fp8 {'-'.join(map(str, job))}")
-    assert 0 < found.shared <= FP8_SHARED
-    assert found.instructions
-    for instruction in found.instructions:
-        if found.sm == 100:
-            assert re.fullmatch(r"tcgen05\.mma.*f8f6f4", instruction)
-        elif job[0] == "few_128":
-            # Fewer queries than its tensor cores take in FP8: Triton multiplies in float16 then.
-            assert re.fullmatch(r"mma\.sync.*f16\.f16.*", instruction)
-        else:
-            assert re.fullmatch(r"wgmma\.mma_async.*f32\.e4m3\.e4m3", instruction)
