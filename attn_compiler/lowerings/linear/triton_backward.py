@@ -14,7 +14,7 @@ from torch import Tensor
 from attn_compiler.lowerings.linear import plain_calls
 from attn_compiler.lowerings.linear.kernels import backward as kernels, channel_backward
 from attn_compiler.lowerings.linear.triton_launch import chunks
-from attn_compiler.lowerings.linear.triton_passes import passes
+from attn_compiler.lowerings.linear.triton_passes import passes, processors, serves_hopper, switches
 from attn_compiler.lowerings.linear.triton_sizes import empty, strides, tile, wide
 from attn_compiler.lowerings.linear.triton_tensors import LinearTensors
 from attn_compiler.lowerings.shared.calls.leaf_calls import or_else
@@ -56,6 +56,8 @@ def _launched(
         chunks(call)
         _states(call)
         of_skip = _chunk_gradients(call, skip)
+        for name in ("q", "k"):
+            _rows(call, name)
         absent = v.new_empty(0)
         return (
             *(grads[x] for x in ("q", "k", "v", "g", "beta")),
@@ -69,9 +71,10 @@ def _states(call: LinearTensors) -> None:
     sizes, named = call.sizes, call.named
     shape = (sizes.batch, sizes.heads, sizes.chunks, sizes.dim_k, sizes.dim_v)
     values = (*shape[:3], sizes.chunk, sizes.dim_v)
+    make = sizes.in_parts if serves_hopper(call) else empty
     named.update(states=empty(shape, named["q"]), afters=empty(shape, named["q"]))
     if call.is_delta:
-        named.update(values=empty(values, named["q"]), grad_values=empty(values, named["q"]))
+        named.update(values=make(values, named["q"]), grad_values=make(values, named["q"]))
     passes(call)
 
 
@@ -83,6 +86,9 @@ def _chunk_gradients(call: LinearTensors, skip: Tensor | None) -> Tensor | None:
     sizes, named = call.sizes, call.named
     parts = (sizes.batch, sizes.length, sizes.heads, sizes.dim_k)
     named.update(part_q=empty(parts, named["q"]), part_k=empty(parts, named["q"]))
+    if serves_hopper(call):
+        _hopper_gradients(call)
+        return None
     if skip is not None:
         named["part_skip"] = empty((sizes.batch, sizes.heads, sizes.chunks), named["q"])
     if not call.is_delta:
@@ -93,12 +99,22 @@ def _chunk_gradients(call: LinearTensors, skip: Tensor | None) -> Tensor | None:
         named[f"part_{name}"] = named[f"grad_{name}"] if sizes.shares == 1 else empty(shares, named["q"])
     columns = sizes.fewer_columns if call.is_delta else sizes.columns
     call.run(kernels.head_gradients, sizes.rows * sizes.chunks * sizes.shares, stages=1, BV=columns)
-    for name in ("q", "k"):
-        _rows(call, name)
     if sizes.shares > 1:
         for name in summed:
             named[f"grad_{name}"].copy_(named[f"part_{name}"].sum(0))
     return None if skip is None else named["part_skip"].sum((0, 2)).to(skip.dtype)
+
+
+def _hopper_gradients(call: LinearTensors) -> None:
+    """Compute the gradients of `_chunk_gradients` by one program for some chunks of a head, so that all processors end at once."""
+    from attn_compiler.lowerings.linear.kernels.backward_sm90 import head_gradients_sm90
+
+    sizes, named, many = call.sizes, call.named, processors(call.same.device)
+    named.update(part_g=named["grad_g"], part_beta=named["grad_beta"])
+    pieces = min(range(1, 9), key=lambda n: -(-sizes.rows * n // many) * -(-sizes.chunks // n))
+    of_piece = -(-sizes.chunks // pieces)
+    pieces = -(-sizes.chunks // of_piece)
+    call.run(head_gradients_sm90, sizes.rows * pieces, 8, HOW=switches(call), pieces=pieces, of_piece=of_piece)
 
 
 def _channel_gradients(call: LinearTensors) -> None:
@@ -115,8 +131,6 @@ def _channel_gradients(call: LinearTensors) -> None:
     call.run(channel_backward.channel_gradients, programs * sizes.shares, stages=1, BV=sizes.fewer_columns)
     call.run(channel_backward.channel_pair_gradients, programs * (sizes.chunk // _BLOCK))
     call.run(channel_backward.decay_gradients, programs)
-    for name in ("q", "k"):
-        _rows(call, name)
 
 
 def _rows(call: LinearTensors, name: str) -> None:

@@ -24,7 +24,7 @@ _PROCESSORS = 132
 _FEWEST = 4
 #: fewest chunks of a piece; most channels of k, so that one product joins states
 _SHORTEST, _WIDEST = 8, 128
-#: channels of heads of k and v, and dtype of results, for which the pass for Hopper was timed: with the delta rule, and without it
+#: channels of heads of k and v, and dtype of results, for which kernels for Hopper were timed: with the delta rule, and without it
 _TIMED = {True: (128, 128, "bfloat16"), False: (128, 64, "float32")}
 
 
@@ -54,8 +54,8 @@ class Pieces:
 def passes(call: LinearTensors) -> None:
     """Run both passes of a backward. Neither needs the other's results, so they run at once where that keeps more processors busy."""
     device, sizes = call.same.device, call.sizes
-    is_cut = Pieces.of(sizes, _processors(device), is_delta=call.is_delta).many > 1
-    is_full = 2 * sizes.rows * sizes.blocks > _processors(device)
+    is_cut = Pieces.of(sizes, processors(device), is_delta=call.is_delta).many > 1
+    is_full = 2 * sizes.rows * sizes.blocks > processors(device)
     # Launches that are only noted have no streams.
     if is_cut or is_full or device.type != "cuda" or noter() is not None or recorder() is not None:
         reverse(call, states(call))
@@ -76,9 +76,9 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 def states(call: LinearTensors) -> Pieces:
     """Run the pass over the states. With pieces, `wholes` is left among the call's tensors."""
     sizes = call.sizes
-    pieces = Pieces.of(sizes, _processors(call.same.device), is_delta=call.is_delta)
+    pieces = Pieces.of(sizes, processors(call.same.device), is_delta=call.is_delta)
     if pieces.many == 1:
-        _run_states(call, sizes.rows, **edge_strides(call))
+        _run(call, kernels.state_pass, sizes.rows * sizes.blocks, **edge_strides(call))
         return pieces
     columns = _columns(sizes, is_delta=call.is_delta)
     many = (sizes.batch, sizes.heads, pieces.many)
@@ -94,7 +94,7 @@ def states(call: LinearTensors) -> Pieces:
     _join(joined, pieces, columns, is_reversed=False, columns=columns, order=order)
     after = call.having(first=between)
     numbers = {**edge_strides(call), **_piece_strides(between, "first"), **pieces.numbers}
-    _run_states(after, sizes.rows * pieces.many, part="pieces", **numbers)
+    _run(after, kernels.state_pass, sizes.rows * pieces.many * sizes.blocks, part="pieces", **numbers)
     return pieces
 
 
@@ -143,38 +143,38 @@ def _piece_strides(between: torch.Tensor, name: str) -> dict[str, int]:
 
 
 def _run(call: LinearTensors, kernel: Any, programs: int, part: str = "", **numbers: Any) -> None:
-    """Launch a pass. The next chunk's tiles are prefetched where shared memory has room for two chunks."""
-    stages = 1 if (call.form.channel and call.sizes.fills_memory) or not call.sizes.parts else 2
-    call.run(kernel, programs, call.sizes.warps, stages, part=part, **numbers)
-
-
-def _run_states(call: LinearTensors, rows: int, part: str = "", **numbers: Any) -> None:
-    """Launch the pass over states. rows: of batch, heads and pieces."""
-    programs = rows * call.sizes.blocks
-    if not serves_hopper(call):
-        _run(call, kernels.state_pass, programs, part=part, **numbers)
+    """Launch a pass, for Hopper where that serves. The next chunk's tiles are prefetched where shared memory has room for two chunks."""
+    if "locals" in call.named or not serves_hopper(call):
+        stages = 1 if (call.form.channel and call.sizes.fills_memory) or not call.sizes.parts else 2
+        call.run(kernel, programs, call.sizes.warps, stages, part=part, **numbers)
         return
     # Imported late: releases of Triton without Gluon's instructions for Hopper run the other kernels.
-    from attn_compiler.lowerings.linear.kernels.forward_sm90 import state_pass_sm90
-
-    call.run(state_pass_sm90, programs, part=part, HOW=switches(call), **numbers)
+    if kernel is kernels.state_pass:
+        from attn_compiler.lowerings.linear.kernels.forward_sm90 import state_pass_sm90 as of_hopper
+    else:
+        from attn_compiler.lowerings.linear.kernels.reverse_sm90 import reverse_pass_sm90 as of_hopper
+    call.run(of_hopper, programs, part=part, HOW=switches(call), **numbers)
 
 
 def switches(call: LinearTensors) -> Any:
-    """Return the constants of the pass for Hopper. Shared memory has room for three chunks of q and k where products are of one part."""
-    from attn_compiler.lowerings.linear.kernels.forward_sm90 import PassSwitches
+    """Return the constants of kernels for Hopper. Shared memory has room for three chunks of q and k where products are of one part."""
+    from attn_compiler.lowerings.linear.kernels.tiles_sm90 import Switches
 
-    given = {**call.numbers, "STAGES": 3 if call.sizes.parts == 1 and not call.form.channel else 2}
-    return PassSwitches(**{name: given[name] for name in PassSwitches._fields})
+    stages = 3 if call.sizes.parts == 1 and not call.form.channel else 2
+    given = {**call.numbers, "STAGES": stages, "KEEPS": "states" in call.named}
+    return Switches(**{name: given[name] for name in Switches._fields})
 
 
 def serves_hopper(call: LinearTensors) -> bool:
-    """Return whether the pass for Hopper was timed on such a call, which keeps nothing for gradients, and the copy engine can read the
-    operands."""
-    sizes, read = call.sizes, [call.named[name] for name in "qkv"]
-    is_timed = sizes.parts and (sizes.dim_k, sizes.dim_v, call.form.out_dtype) == _TIMED[call.is_delta]
-    if not is_timed or "grad" in call.named or not _has_wgmma(call.same.device):
+    """Return whether kernels for Hopper were timed on such a call, and the copy engine can read the operands. A backward's are of the
+    delta rule with a decay for each head, and take u and dy in parts."""
+    sizes, form, named = call.sizes, call.form, call.named
+    is_timed = sizes.parts and (sizes.dim_k, sizes.dim_v, form.out_dtype) == _TIMED[call.is_delta]
+    if "grad" in named:
+        is_timed = is_timed and call.is_delta and not form.channel
+    if not is_timed or not _has_wgmma(call.same.device):
         return False
+    read = [named[name] for name in ("q", "k", "v", "grad") if name in named]
     return not any(step % 8 for x in read for step in (x.storage_offset(), *x.stride()[:-1]))
 
 
@@ -190,5 +190,6 @@ def edge_strides(call: LinearTensors) -> dict[str, Any]:
     return {**state_strides(form, named.get("first"), "first"), **state_strides(form, named.get("last"), "last")}
 
 
-def _processors(device: torch.device) -> int:
+def processors(device: torch.device) -> int:
+    """Return the processors of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else _PROCESSORS

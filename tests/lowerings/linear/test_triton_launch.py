@@ -223,7 +223,7 @@ def test_passes_of_a_backward_run_at_once(
         yield
         current.pop()
 
-    monkeypatch.setattr(triton_passes, "_processors", lambda device: 132)
+    monkeypatch.setattr(triton_passes, "processors", lambda device: 132)
     monkeypatch.setattr(triton_passes, "_stream", lambda device: Stream("other"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
     monkeypatch.setattr(torch.cuda, "stream", on)

@@ -11,14 +11,22 @@ from collections import namedtuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
+from attn_compiler.lowerings.linear.kernels.tiles_sm90 import (
+    decays,
+    hand_on,
+    leave,
+    load_parts,
+    number_of,
+    parts_of,
+    ring,
+    room,
+    rows_of,
+    store_parts,
+    tiles_of,
+    times,
+)
 from attn_compiler.lowerings.shared.kernels.releases import members
 from attn_compiler.lowerings.shared.kernels.releases_assembler_sm90 import assembled_gluon
 from attn_compiler.lowerings.shared.kernels.releases_sm90 import async_load, async_store, barrier_of_threads
@@ -29,75 +37,12 @@ COLUMNS = gl.constexpr(64)
 #: registers of a thread that computes outputs, and of one that loads
 _MANY, _FEW = gl.constexpr(168), gl.constexpr(24)
 
-#: Constants, as in forward.py. STAGES: chunks in shared memory.
-PassSwitches = namedtuple("PassSwitches", "C WK WV PARTS OF_OUT DELTA CHANNEL STAGES")
 #: Tensors, as descriptors, or addresses of a head's first number. early, later: k, or with CHANNEL what is multiplied with S and u.
 _Memory = namedtuple("_Memory", "early later queries v inverse pairs out factors sums skip head")
 #: Buffers in shared memory. states, news: parts of S and u. firsts: of `first_bad`. decays: of CHANNEL; of the state space, c in two parts.
 _Tiles = namedtuple("_Tiles", "early later queries v inverse pairs out factors decays states news firsts")
 #: Whether tiles of the state's warpgroup, of the outputs', S and u are full, or free to be overwritten.
 _Barriers = namedtuple("_Barriers", "full empty q_full q_empty s_full s_empty u_full u_empty")
-
-
-@gluon.constexpr_function
-def _pair(left, right, n):
-    """Return which parts are multiplied nth, i and j as 4 i + j, or -1: those of `tiles.product`, of three the smallest first."""
-    most = max(left, right)
-    found = [(i, j) for i in range(left) for j in range(right) if i + j < most]
-    if most == 3:
-        found.sort(key=lambda pair: -sum(pair))
-    return 4 * found[n][0] + found[n][1] if n < len(found) else -1
-
-
-@gluon.jit
-def _product(left, right, to, AT: gl.constexpr, ADDS: gl.constexpr):
-    if AT >= 0:
-        to = warpgroup_mma(left[AT // 4], right[AT % 4], to, use_acc=ADDS, is_async=True)
-    return to
-
-
-@gluon.jit
-def _times(left, right, to, LEFT: gl.constexpr, RIGHT: gl.constexpr, ADDS: gl.constexpr):
-    """Start a product of parts; ADDS: on top of `to`."""
-    for n in gl.static_range(6):
-        to = _product(left, right, to, _pair(LEFT, RIGHT, n), ADDS or n > 0)
-    return to
-
-
-@gluon.jit
-def _parts_of(x, LAYOUT: gl.constexpr, PARTS: gl.constexpr):
-    """Split a float32 tile into a sum of bfloat16, as left factors. Two numbers at once: the compiler would take pairs apart again."""
-    SPLIT: gl.constexpr = (
-        "{ .reg .b32 low, high; cvt.rn.bf16x2.f32 $0, $4, $3; shl.b32 low, $0, 16; and.b32 high, $0, 0xffff0000; "
-        "sub.f32 $1, $3, low; sub.f32 $2, $4, high; }"
-    )
-    found = ()
-    for _ in gl.static_range(PARTS):
-        part, x = gl.inline_asm_elementwise(
-            SPLIT, "=r,=f,=f,f,f", [x], dtype=(gl.bfloat16, gl.float32), is_pure=True, pack=2
-        )
-        found += (gl.convert_layout(part, gl.DotOperandLayout(0, LAYOUT, k_width=2), assert_trivial=True),)
-    return found
-
-
-@gluon.jit
-def _tiles_of(tiles, stage, COUNT: gl.constexpr, TURNED: gl.constexpr):
-    """Return the parts of a tile in shared memory."""
-    found = ()
-    for n in gl.static_range(COUNT):
-        tile = tiles.index(stage * COUNT + n)
-        found += (tile.permute([1, 0]) if TURNED else tile,)
-    return found
-
-
-@gluon.jit
-def _hand_over(parts, tiles, full, PARTS: gl.constexpr):
-    """Leave parts in shared memory for the tensor cores of the other warpgroup."""
-    for n in gl.static_range(PARTS):
-        tiles.index(n).store(parts[n])
-    fence_async_shared()
-    barrier_of_threads()
-    mbarrier.arrive(full)
 
 
 @gluon.jit
@@ -108,13 +53,10 @@ def _without_bad(u, i, C: gl.constexpr):
 
 
 @gluon.jit
-def _number(tile):
-    return gl.max(tile.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-
-
-@gluon.jit
-def _carry(First, Last, tiles, barriers, count, first_k, first_v, last_k, last_v, is_last, how: gl.constexpr):
-    """Carry the state, (columns, K), over chunks."""
+def _carry(
+    First, Last, memory, tiles, barriers, first_chunk, count, column, first_k, first_v, last_k, last_v, is_last, how: gl.constexpr
+):  # fmt: skip
+    """Carry the state, (columns, K), over chunks. Last: with KEEPS, where the state before each chunk goes."""
     STATE: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, how.WK, 16])
     TOKENS: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, how.C, 16])
     OF_TOKEN: gl.constexpr = gl.SliceLayout(0, TOKENS)
@@ -128,14 +70,19 @@ def _carry(First, Last, tiles, barriers, count, first_k, first_v, last_k, last_v
         state = gl.load(First + (d[None, :] * first_k + e[:, None] * first_v)).to(gl.float32)
     for n in range(count):
         stage = n % how.STAGES
-        parts = _parts_of(state, TOKENS, how.PARTS)
+        parts = parts_of(state, TOKENS, how.PARTS)
         mbarrier.wait(barriers.full.index(stage), (n // how.STAGES) & 1)
         factors = tiles.factors.index(stage)
-        is_bad = _number(factors.slice(3 * how.C, 1)) != 0.0
+        is_bad = number_of(factors.slice(3 * how.C, 1)) != 0.0
         if how.DELTA:
-            seen = _times(parts, _tiles_of(tiles.early, stage, OF_KEYS, True), no_tokens, how.PARTS, OF_KEYS, False)
-        mbarrier.wait(barriers.s_empty.index(0), (n & 1) ^ 1)
-        _hand_over(parts, tiles.states, barriers.s_full.index(0), how.OF_OUT)
+            seen = times(parts, tiles_of(tiles.early, stage, OF_KEYS, True), no_tokens, how.PARTS, OF_KEYS, False)
+        if how.KEEPS:
+            at = (first_chunk + n) * (how.WK * how.WV) + column
+            gl.store(Last + (at + d[None, :] * how.WV + e[:, None]), state)
+        else:
+            mbarrier.wait(barriers.s_empty.index(0), (n & 1) ^ 1)
+            leave(parts, tiles.states, 0, how.OF_OUT)
+            hand_on(barriers.s_full.index(0))
         u = tiles.v.index(stage).permute([1, 0]).load(TOKENS).to(gl.float32)
         if how.DELTA:
             seen = warpgroup_mma_wait(0, deps=(seen,))
@@ -147,8 +94,8 @@ def _carry(First, Last, tiles, barriers, count, first_k, first_v, last_k, last_v
             first = gl.full([COLUMNS], how.C, gl.int32, layout=gl.SliceLayout(1, TOKENS))
             if is_bad:
                 u, first = _without_bad(u, i, how.C)
-            inverse = _tiles_of(tiles.inverse, stage, how.PARTS, True)
-            u = _times(_parts_of(u, TOKENS, how.PARTS), inverse, no_tokens, how.PARTS, how.PARTS, False)
+            inverse = tiles_of(tiles.inverse, stage, how.PARTS, True)
+            u = times(parts_of(u, TOKENS, how.PARTS), inverse, no_tokens, how.PARTS, how.PARTS, False)
             u = warpgroup_mma_wait(0, deps=(u,))
             if is_bad:
                 u = gl.where(i[None, :] >= first[:, None], float("nan"), u)
@@ -157,21 +104,27 @@ def _carry(First, Last, tiles, barriers, count, first_k, first_v, last_k, last_v
             kept = state * tiles.decays.index(stage).load(gl.SliceLayout(0, STATE))[None, :]
         else:
             late = u * factors.slice(how.C, how.C).load(OF_TOKEN)[None, :]
-            kept = state * _number(factors.slice(3 * how.C + 1, 1))
-        keys = _tiles_of(tiles.later, stage, OF_KEYS, False)
-        state = _times(_parts_of(late, STATE, how.PARTS), keys, kept, how.PARTS, OF_KEYS, how.PARTS < 3)
+            kept = state * number_of(factors.slice(3 * how.C + 1, 1))
+        keys = tiles_of(tiles.later, stage, OF_KEYS, False)
+        state = times(parts_of(late, STATE, how.PARTS), keys, kept, how.PARTS, OF_KEYS, how.PARTS < 3)
         # What the outputs need goes while the tensor cores run.
-        mbarrier.wait(barriers.u_empty.index(0), (n & 1) ^ 1)
-        if is_bad:
-            u, first_of_u = _without_bad(u, i, how.C)
-            tiles.firsts.store(first_of_u)
-        _hand_over(_parts_of(u, TOKENS, how.OF_OUT), tiles.news, barriers.u_full.index(0), how.OF_OUT)
+        if how.KEEPS:
+            store_parts(u, memory.out, tiles.out, first_chunk + n, column, how)
+        else:
+            mbarrier.wait(barriers.u_empty.index(0), (n & 1) ^ 1)
+            if is_bad:
+                u, first_of_u = _without_bad(u, i, how.C)
+                tiles.firsts.store(first_of_u)
+            leave(parts_of(u, TOKENS, how.OF_OUT), tiles.news, 0, how.OF_OUT)
+            hand_on(barriers.u_full.index(0))
         state = warpgroup_mma_wait(0, deps=(state,))
         if how.PARTS == 3:
             state = state + kept
         barrier_of_threads()
         mbarrier.arrive(barriers.empty.index(stage))
-    if is_last:
+    if how.KEEPS:
+        tma.store_wait(0)
+    elif is_last:
         gl.store(Last + (d[None, :] * last_k + e[:, None] * last_v), state.to(Last.dtype.element_ty))
 
 
@@ -185,7 +138,7 @@ def _write(memory, tiles, barriers, token, column, stage, tile, out):
     tile.store(out.to(tile.dtype))
     fence_async_shared()
     barrier_of_threads()
-    async_store(memory.out, [token, column], tiles.out)
+    async_store(memory.out, [token, column], tiles.out.index(0))
 
 
 @gluon.jit
@@ -206,20 +159,22 @@ def _outputs(memory, tiles, barriers, first_chunk, count, column, how: gl.conste
         flag, grown = gl.load(factors + 4 * how.C), gl.load(factors + i)
         mbarrier.wait(barriers.q_full.index(stage), (n // how.STAGES) & 1)
         mbarrier.wait(barriers.s_full.index(0), n & 1)
-        queries = _tiles_of(tiles.queries, stage, OF_QUERIES, True)
-        out = _times(_tiles_of(tiles.states, 0, PARTS, False), queries, none, PARTS, OF_QUERIES, False)
+        queries = tiles_of(tiles.queries, stage, OF_QUERIES, True)
+        out = times(tiles_of(tiles.states, 0, PARTS, False), queries, none, PARTS, OF_QUERIES, False)
         out = warpgroup_mma_wait(0, deps=(out,))
         barrier_of_threads()
         mbarrier.arrive(barriers.s_empty.index(0))
         if not how.CHANNEL:
             out = out * of_chunk[None, :]
         mbarrier.wait(barriers.u_full.index(0), n & 1)
-        pairs = _tiles_of(tiles.pairs, stage, PARTS, True)
-        out = _times(_tiles_of(tiles.news, 0, PARTS, False), pairs, out, PARTS, PARTS, True)
+        pairs = tiles_of(tiles.pairs, stage, PARTS, True)
+        out = times(tiles_of(tiles.news, 0, PARTS, False), pairs, out, PARTS, PARTS, True)
         out = warpgroup_mma_wait(0, deps=(out,))
         if is_bad:
             out = gl.where(i[None, :] >= tiles.firsts.load(gl.SliceLayout(1, OUT))[:, None], float("nan"), out)
-        _write(memory, tiles, barriers, (first_chunk + n) * how.C, column, stage, tiles.out.permute([1, 0]), out)
+        _write(
+            memory, tiles, barriers, (first_chunk + n) * how.C, column, stage, tiles.out.index(0).permute([1, 0]), out
+        )
     tma.store_wait(0)
 
 
@@ -235,40 +190,28 @@ def _by_decays(memory, tiles, barriers, first_chunk, count, column, how: gl.cons
         stage, phase = n % how.STAGES, (n // how.STAGES) & 1
         mbarrier.wait(barriers.full.index(stage), phase)
         mbarrier.wait(barriers.q_full.index(stage), phase)
-        queries = _tiles_of(tiles.queries, stage, 1, False)
-        pairs = _times(queries, _tiles_of(tiles.early, stage, 1, True), none, 1, 1, False)
-        factors, sums = tiles.factors.index(stage), tiles.decays.index(stage)
-        c, less = sums.slice(0, how.C), sums.slice(how.C, how.C)
-        decay = (c.load(ROW)[:, None] - c.load(COLUMN)[None, :]) + (
-            less.load(ROW)[:, None] - less.load(COLUMN)[None, :]
-        )
-        decay = gl.exp2(gl.where(i >= j, decay, 0.0) * LOG2E)
+        queries = tiles_of(tiles.queries, stage, 1, False)
+        pairs = times(queries, tiles_of(tiles.early, stage, 1, True), none, 1, 1, False)
+        factors, decay = tiles.factors.index(stage), decays(tiles.decays.index(stage), i >= j, ROW, COLUMN, how.C)
         pairs = warpgroup_mma_wait(0, deps=(pairs,))
-        pairs = _parts_of(gl.where(i >= j, pairs * decay, 0.0), OUT, how.OF_OUT)
+        pairs = parts_of(gl.where(i >= j, pairs * decay, 0.0), OUT, how.OF_OUT)
         mbarrier.wait(barriers.s_full.index(0), n & 1)
-        out = _times(queries, _tiles_of(tiles.states, 0, how.OF_OUT, True), none, 1, how.OF_OUT, False)
+        out = times(queries, tiles_of(tiles.states, 0, how.OF_OUT, True), none, 1, how.OF_OUT, False)
         out = warpgroup_mma_wait(0, deps=(out,))
         barrier_of_threads()
         mbarrier.arrive(barriers.s_empty.index(0))
         out = out * factors.slice(0, how.C).load(ROW)[:, None]
         mbarrier.wait(barriers.u_full.index(0), n & 1)
-        more = _times(pairs, _tiles_of(tiles.news, 0, how.OF_OUT, True), none, how.OF_OUT, how.OF_OUT, False)
+        more = times(pairs, tiles_of(tiles.news, 0, how.OF_OUT, True), none, how.OF_OUT, how.OF_OUT, False)
         out = out + warpgroup_mma_wait(0, deps=(more,))
-        if _number(factors.slice(3 * how.C, 1)) != 0.0:
+        if number_of(factors.slice(3 * how.C, 1)) != 0.0:
             out = gl.where(i >= tiles.firsts.load(COLUMN)[None, :], float("nan"), out)
         if memory.skip is not None:
             v = tiles.v.index(stage).load(OUT).to(gl.float32)
             out = out + v * gl.load(memory.skip + memory.head).to(gl.float32)
-        _write(memory, tiles, barriers, (first_chunk + n) * how.C, column, stage, tiles.out, out)
+        _write(memory, tiles, barriers, (first_chunk + n) * how.C, column, stage, tiles.out.index(0), out)
         mbarrier.arrive(barriers.empty.index(stage))
     tma.store_wait(0)
-
-
-@gluon.jit
-def _load_parts(memory, chunk, barrier, tiles, stage, COUNT: gl.constexpr, PARTS: gl.constexpr, C: gl.constexpr):
-    """Load the first parts of a tile of a chunk, which has PARTS of them in memory."""
-    for n in gl.static_range(COUNT):
-        async_load(memory, [(chunk * PARTS + n) * C, 0], barrier, tiles.index(stage * COUNT + n))
 
 
 @gluon.jit
@@ -291,51 +234,30 @@ def _fetch(memory, tiles, barriers, first_chunk, count, column, how: gl.constexp
         chunk = first_chunk + n
         factors = gl.load(memory.factors + (chunk * 5 * how.C + how.C + own))
         if how.CHANNEL:
-            decays = gl.exp2(gl.load(memory.sums + (chunk * how.C * how.WK + (how.C - 1) * how.WK + d)) * LOG2E)
+            numbers = gl.exp2(gl.load(memory.sums + (chunk * how.C * how.WK + (how.C - 1) * how.WK + d)) * LOG2E)
         if not how.DELTA:
-            decays = gl.load(memory.sums + (chunk * 2 * how.C + d))
+            numbers = gl.load(memory.sums + (chunk * 2 * how.C + d))
         mbarrier.wait(barriers.empty.index(stage), phase ^ 1)
         mbarrier.expect(full, BYTES)
-        _load_parts(memory.early, chunk, full, tiles.early, stage, OF_KEYS, OF_KEYS, how.C)
-        _load_parts(memory.later, chunk, full, tiles.later, stage, LATER, how.PARTS, how.C)
+        load_parts(memory.early, chunk, full, tiles.early, stage, OF_KEYS, OF_KEYS, how.C)
+        load_parts(memory.later, chunk, full, tiles.later, stage, LATER, how.PARTS, how.C)
         async_load(memory.v, [chunk * how.C, column], full, tiles.v.index(stage))
-        _load_parts(memory.inverse, chunk, full, tiles.inverse, stage, INVERSE, how.PARTS, how.C)
+        load_parts(memory.inverse, chunk, full, tiles.inverse, stage, INVERSE, how.PARTS, how.C)
         tiles.factors.index(stage).store(factors)
         if how.CHANNEL or not how.DELTA:
-            tiles.decays.index(stage).store(decays)
+            tiles.decays.index(stage).store(numbers)
         barrier_of_threads()
         mbarrier.arrive(full)
-        mbarrier.wait(barriers.q_empty.index(stage), phase ^ 1)
-        mbarrier.expect(q_full, OF_QUERIES * KEYS + OF_PAIRS * SQUARE)
-        _load_parts(memory.queries, chunk, q_full, tiles.queries, stage, OF_QUERIES, OF_KEYS, how.C)
-        _load_parts(memory.pairs, chunk, q_full, tiles.pairs, stage, OF_PAIRS, how.PARTS, how.C)
-
-
-@gluon.jit
-def _rows_of(X, length, stride, SIZE: gl.constexpr, DIMS: gl.constexpr, TILE: gl.constexpr):
-    """Describe rows of one head. Reads beyond them are 0, and writes do nothing."""
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([SIZE, TILE], X.dtype.element_ty)
-    return tma.make_tensor_descriptor(X, [length, DIMS], [stride, 1], [SIZE, TILE], LAYOUT)
-
-
-@gluon.jit
-def _room(of, COUNT: gl.constexpr, SIZE: gl.constexpr, WIDTH: gl.constexpr):
-    """Allocate tiles of a descriptor."""
-    return gl.allocate_shared_memory(of.dtype, [COUNT, SIZE, WIDTH], of.layout)
-
-
-@gluon.jit
-def _ring(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Make barriers."""
-    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for n in gl.static_range(COUNT):
-        mbarrier.init(barriers.index(n), count=ARRIVALS)
-    return barriers
+        if not how.KEEPS:
+            mbarrier.wait(barriers.q_empty.index(stage), phase ^ 1)
+            mbarrier.expect(q_full, OF_QUERIES * KEYS + OF_PAIRS * SQUARE)
+            load_parts(memory.queries, chunk, q_full, tiles.queries, stage, OF_QUERIES, OF_KEYS, how.C)
+            load_parts(memory.pairs, chunk, q_full, tiles.pairs, stage, OF_PAIRS, how.PARTS, how.C)
 
 
 @assembled_gluon(do_not_specialize=["length", "chunks", "pieces", "of_piece"])
 def state_pass_sm90(
-    Q, K, V, Skip, Inverse, Pairs, Sums, Factors, Queries, Early, Later, First, Out, Last,
+    Q, K, V, Skip, Inverse, Pairs, Sums, Factors, Queries, Early, Later, First, Out, Last, States, Values,
     heads, group, length, chunks, pieces, of_piece,
     q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, first_b, first_h, first_k, first_v, first_p, last_k, last_v, HOW: gl.constexpr,
 ):  # fmt: skip
@@ -354,33 +276,36 @@ def state_pass_sm90(
     count = gl.minimum(first_chunk + of_piece, chunks) - first_chunk
     planes = chunks * PARTS * C
     if how.CHANNEL:
-        early = _rows_of(Early + at * PARTS * C * DIMS, planes, DIMS, C, DIMS, DIMS)
-        later = _rows_of(Later + at * PARTS * C * DIMS, planes, DIMS, C, DIMS, DIMS)
-        queries = _rows_of(Queries + at * PARTS * C * DIMS, planes, DIMS, C, DIMS, DIMS)
+        early = rows_of(Early + at * PARTS * C * DIMS, planes, DIMS, C, DIMS, DIMS)
+        later = rows_of(Later + at * PARTS * C * DIMS, planes, DIMS, C, DIMS, DIMS)
+        queries = rows_of(Queries + at * PARTS * C * DIMS, planes, DIMS, C, DIMS, DIMS)
     else:
-        early = _rows_of(K + batch * k_b + head // group * k_h, length, k_s, C, DIMS, DIMS)
+        early = rows_of(K + batch * k_b + head // group * k_h, length, k_s, C, DIMS, DIMS)
         later = early
-        queries = _rows_of(Q + batch * q_b + head // group * q_h, length, q_s, C, DIMS, DIMS)
+        queries = rows_of(Q + batch * q_b + head // group * q_h, length, q_s, C, DIMS, DIMS)
     of_inverse, of_pairs = early, early
     if how.DELTA:
-        of_pairs = _rows_of(Pairs + at * PARTS * C * C, planes, C, C, C, C)
-        of_inverse = _rows_of(Inverse + at * PARTS * C * C, planes, C, C, C, C)
+        of_pairs = rows_of(Pairs + at * PARTS * C * C, planes, C, C, C, C)
+        of_inverse = rows_of(Inverse + at * PARTS * C * C, planes, C, C, C, C)
+    of_v = rows_of(V + batch * v_b + head * v_h, length, v_s, C, how.WV, COLUMNS)
+    if how.KEEPS:
+        out = rows_of(Values + at * PARTS * C * how.WV, planes, how.WV, C, how.WV, COLUMNS)
+    else:
+        out = rows_of(Out + (batch * length * heads + head) * how.WV, length, heads * how.WV, C, how.WV, COLUMNS)
     memory = _Memory(
-        early=early, later=later, queries=queries, v=_rows_of(V + batch * v_b + head * v_h, length, v_s, C, how.WV, COLUMNS),
-        inverse=of_inverse, pairs=of_pairs,
-        out=_rows_of(Out + (batch * length * heads + head) * how.WV, length, heads * how.WV, C, how.WV, COLUMNS),
+        early=early, later=later, queries=queries, v=of_v, inverse=of_inverse, pairs=of_pairs, out=out,
         factors=Factors + at * 5 * C, sums=Sums + at * (C * DIMS if how.CHANNEL else 2 * C), skip=Skip, head=head,
     )  # fmt: skip
     NUMBERS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     STATES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COLUMNS, DIMS], gl.bfloat16)
     VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COLUMNS, C], gl.bfloat16)
-    of_keys = _room(early, STAGES * OF_KEYS, C, DIMS)
+    of_keys = room(early, STAGES * OF_KEYS, C, DIMS)
     tiles = _Tiles(
-        early=of_keys, later=_room(later, STAGES * OF_KEYS, C, DIMS) if how.CHANNEL else of_keys,
-        queries=_room(queries, STAGES * (how.OF_OUT if how.CHANNEL else 1), C, DIMS), v=_room(memory.v, STAGES, C, COLUMNS),
-        inverse=_room(of_inverse, STAGES * PARTS, C, C) if how.DELTA else of_keys,
-        pairs=_room(of_pairs, STAGES * how.OF_OUT, C, C) if how.DELTA else of_keys,
-        out=_room(memory.out, 1, C, COLUMNS).index(0),
+        early=of_keys, later=room(later, STAGES * OF_KEYS, C, DIMS) if how.CHANNEL else of_keys,
+        queries=room(queries, STAGES * (how.OF_OUT if how.CHANNEL else 1), C, DIMS), v=room(memory.v, STAGES, C, COLUMNS),
+        inverse=room(of_inverse, STAGES * PARTS, C, C) if how.DELTA else of_keys,
+        pairs=room(of_pairs, STAGES * how.OF_OUT, C, C) if how.DELTA else of_keys,
+        out=room(out, PARTS if how.KEEPS else 1, C, COLUMNS),
         factors=gl.allocate_shared_memory(gl.float32, [STAGES, 4 * C], NUMBERS),
         decays=gl.allocate_shared_memory(gl.float32, [STAGES, DIMS if how.DELTA else 2 * C], NUMBERS),
         states=gl.allocate_shared_memory(gl.bfloat16, [how.OF_OUT, COLUMNS, DIMS], STATES),
@@ -388,13 +313,24 @@ def state_pass_sm90(
         firsts=gl.allocate_shared_memory(gl.int32, [COLUMNS], NUMBERS),
     )  # fmt: skip
     barriers = _Barriers(
-        full=_ring(STAGES, 2), empty=_ring(STAGES, 1 if how.DELTA else 2), q_full=_ring(STAGES, 1), q_empty=_ring(STAGES, 1),
-        s_full=_ring(1, 1), s_empty=_ring(1, 1), u_full=_ring(1, 1), u_empty=_ring(1, 1),
+        full=ring(STAGES, 2), empty=ring(STAGES, 1 if how.DELTA else 2), q_full=ring(STAGES, 1), q_empty=ring(STAGES, 1),
+        s_full=ring(1, 1), s_empty=ring(1, 1), u_full=ring(1, 1), u_empty=ring(1, 1),
     )  # fmt: skip
     fence_async_shared()
-    first, last = First, Last + (row * DIMS * how.WV + column * last_v)
+    first, last = First, Last
+    if how.KEEPS:
+        last = States + at * DIMS * how.WV
+    else:
+        last = Last + (row * DIMS * how.WV + column * last_v)
     if First is not None:
         first = First + (batch * first_b + head * first_h + piece * first_p + column * first_v)
-    own = (first, last, tiles, barriers, count, first_k, first_v, last_k, last_v, piece == pieces - 1, how)
     given = (memory, tiles, barriers, first_chunk, count, column, how)
-    gl.warp_specialize([(_carry, own), (_outputs if how.DELTA else _by_decays, given), (_fetch, given)], [4, 4], [_MANY, _FEW])  # fmt: skip
+    own = (
+        first, last, memory, tiles, barriers, first_chunk, count, column, first_k, first_v, last_k, last_v, piece == pieces - 1, how
+    )  # fmt: skip
+    if how.KEEPS:
+        gl.warp_specialize([(_carry, own), (_fetch, given)], [4], [_FEW])
+    else:
+        gl.warp_specialize(
+            [(_carry, own), (_outputs if how.DELTA else _by_decays, given), (_fetch, given)], [4, 4], [_MANY, _FEW]
+        )

@@ -18,7 +18,7 @@ from types import ModuleType
 import triton
 
 from attn_compiler.lowerings.hopper.kernels import backward_sm90, forward_added_sm90
-from attn_compiler.lowerings.linear.kernels import forward_sm90 as linear
+from attn_compiler.lowerings.linear.kernels import forward_sm90 as linear, tiles_sm90
 
 #: beyond the last of the scoreboards that instructions wait for
 _NONE = 6
@@ -38,6 +38,7 @@ class Place:
         return frozenset((path.name, n) for n, line in enumerate(text, start=1) if of in line)
 
 
+_COPIED = Place(module=tiles_sm90, load="tile.load(LAYOUT)", arrive="mbarrier.arrive(barrier)")
 #: by kernel
 PLACES: Mapping[str, Place] = {
     "attention_forward_sm90": Place(
@@ -49,10 +50,13 @@ PLACES: Mapping[str, Place] = {
         module=backward_sm90, load="tiles.added.index(2 * stage + consumer)", arrive="mbarrier.arrive(barriers.q_empty."
     ),
     "state_pass_sm90": Place(module=linear, load="tiles.v.index(stage)", arrive="mbarrier.arrive(barriers.empty."),
+    "reverse_pass_sm90": _COPIED,
+    "head_gradients_sm90": _COPIED,
 }
 #: further loads from shared memory in kernels for Hopper, by their first words: threads wrote what they read
 OF_THREADS = ("tiles.index(at)", "stats.slice(", "tiles.weights", "tiles.decay", "tiles.grads", "tiles.firsts")
 OF_THREADS += ("factors.slice(", "tile.load(gl.BlockedLayout", "c.load(ROW)", "less.load(ROW)")
+OF_THREADS += ("numbers.slice(", "tiles.sums.", "lost.load(", "tiles.base.", "tiles.lasts.", "tiles.factors.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,21 +4,25 @@ python -m tests.lowerings.linear.kernels.compiling [NAME ...]"""
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from triton.backends.compiler import GPUTarget
-from triton.compiler import compile as compile_kernel
+from triton.compiler import ASTSource, compile as compile_kernel
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
-from attn_compiler.lowerings.linear import triton_backward, triton_launch
+from attn_compiler.lowerings.linear import triton_backward, triton_launch, triton_passes
 from attn_compiler.lowerings.shared.kernels.releases_assembler_sm90 import by_newer
 from attn_compiler.lowerings.shared.launching.dry_run import recording
 from attn_compiler.lowerings.shared.launching.launch import Arguments
 from attn_compiler.lowerings.shared.limits.triton_releases import FUSION
 from attn_compiler.spec.linear import LinearForm
+from tests.lowerings.hopper.kernels.letting_go import letting_go
 from tests.lowerings.triton.kernels.compiling import resources, source
 
 MACHINES = (80, 90)
@@ -49,7 +53,7 @@ CASES = {
 @dataclass(frozen=True, kw_only=True)
 class Found:
     """registers, spilled: of a thread; spilled in bytes. shared: bytes of a program. products: instructions of tensor cores; wgmma: those
-    of Hopper among them, which are asynchronous."""
+    of Hopper among them, which are asynchronous. under_way: `LettingGo`, of loads of what the copy engine wrote."""
 
     case: str
     kernel: str
@@ -59,6 +63,7 @@ class Found:
     shared: int
     products: int
     wgmma: int
+    under_way: int = 0
 
 
 Launch = tuple[Any, dict[str, torch.Tensor], Arguments]
@@ -77,10 +82,10 @@ class _Launches:
         self.found.append((kernel, dict(tensors), arguments))
 
 
-def launches(case: LinearCase) -> list[Launch]:
+def launches(case: LinearCase, sm: int) -> list[Launch]:
     """Of a training step and of one token."""
-    taker = _Launches()
-    with recording(taker):
+    taker, has_wgmma = _Launches(), sm == 90 and "DISABLE_MMA_V3" not in os.environ
+    with recording(taker), mock.patch.object(triton_passes, "_has_wgmma", return_value=has_wgmma):
         for length in (4096, 1):
             given, text = _given(case, length)
             out, last = triton_launch.forward(*given, text)
@@ -119,22 +124,25 @@ def compiled(name: str, launch: Launch, sm: int) -> Found:
     """One kernel for one machine."""
     kernel, tensors, arguments = launch
     given = {parameter: None if key is None else tensors[key] for parameter, key in arguments.tensors.items()}
-    source_of = source(kernel, {**given, **arguments.numbers})
+    is_gluon = isinstance(kernel, GluonJITFunction)
+    source_of = source(kernel, {**given, **arguments.numbers}, GluonASTSource if is_gluon else ASTSource)
     options = {} if arguments.tile is None else arguments.tile.launch_options
     # On Hopper the kernels are refused without the newer assembler.
     make = by_newer if sm == 90 else compile_kernel
     made = make(source_of, target=GPUTarget("cuda", sm, 32), options={**options, **FUSION})
     registers, spilled = resources(made.asm["cubin"])
-    ptx = made.asm["ptx"]
+    ptx, kernel_name = made.asm["ptx"], kernel.fn.__name__
+    let_go = letting_go(made.asm["cubin"], kernel_name).under_way or (-1,) if is_gluon else ()
     return Found(
         case=name,
-        kernel=kernel.fn.__name__,
+        kernel=kernel_name,
         sm=sm,
         registers=registers,
         spilled=spilled,
         shared=made.metadata.shared,
         wgmma=ptx.count("wgmma.mma_async"),
         products=sum(ptx.count(one) for one in ("mma.sync", "wgmma.mma_async", "tcgen05.mma")),
+        under_way=sum(let_go),
     )
 
 
@@ -146,7 +154,7 @@ def jobs() -> list[str]:
 def main() -> None:
     """Of the jobs that are named, or of all."""
     asked = [job.rsplit("-", 1) for job in sys.argv[1:] or jobs()]
-    found = [asdict(compiled(case, one, int(sm))) for case, sm in asked for one in launches(CASES[case])]
+    found = [asdict(compiled(case, one, int(sm))) for case, sm in asked for one in launches(CASES[case], int(sm))]
     json.dump(found, sys.stdout)
 
 

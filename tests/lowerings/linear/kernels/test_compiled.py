@@ -35,6 +35,9 @@ _SPILLED = {
     "reverse_pass": 1400,
     "value_gradients": 290,
     "channel_pair_gradients": 420,
+    "head_gradients_sm90": 500,
+    "state_pass_sm90": 260,
+    "reverse_pass_sm90": 64,
 }
 _SPILLED_80 = {
     "head_chunks": 1400,
@@ -68,7 +71,10 @@ def test_registers_and_shared_memory_suffice(job: str) -> None:
         usual = most.get(found.kernel, 32) if found.case in _MODELS else _SPILLED_ELSEWHERE
         assert found.spilled <= usual, found
         assert found.shared <= _SHARED[found.sm], found
-        assert (found.products > 0) == (found.kernel not in _WITHOUT_PRODUCTS), found
+        assert not found.under_way, found
+        # For Hopper, outputs of the state space make the products of q and k.
+        if (found.case, found.kernel) != ("bamba", "head_chunks"):
+            assert (found.products > 0) == (found.kernel not in _WITHOUT_PRODUCTS), found
 
 
 # No kernel of linear attention leaves the memory of its tensors, whatever the length and the sizes of heads.
