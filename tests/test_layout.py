@@ -35,20 +35,20 @@ LINES = {
     "export": 303,
     "index_expr": 2235,  # an equation is solved for an index here, where two rooms did so
     "integrations": 342,
-    "lowerings": 465,  # what a kept rewrite asks is data; families are a list; whether one reads a tensor over pairs
+    "lowerings": 464,  # what a kept rewrite asks is data; families are a list; whether one reads a tensor over pairs
     "lowerings/choice": 1891,  # rows for AVX-512
     "lowerings/cudnn": 1903,
     "lowerings/decode": 3375,  # schedules of 17 to 64 rows; rows that begin alike; full machines
     "lowerings/fa4": 862,
-    "lowerings/fp8": 1765,
+    "lowerings/fp8": 1764,
     "lowerings/graph_ops": 553,
-    "lowerings/hopper": 5509,
+    "lowerings/hopper": 5508,
     "lowerings/linear": 3869,  # the passes for Hopper, and gradients of chunks, in Gluon
     "lowerings/plain": 701,
     "lowerings/rows": 615,  # runs whose ends go on by one key a query, as in rows that share a prompt
     "lowerings/sdpa": 355,
-    "lowerings/shared": 10220,  # documents of 64 bits; Hopper needs one class of lengths
-    "lowerings/triton": 1407,  # kernels of a backward are imported where one runs
+    "lowerings/shared": 10218,  # documents of 64 bits; Hopper needs one class of lengths
+    "lowerings/triton": 903,  # kernels of a backward are imported where one runs
     "options": 322,  # precision of linear attention; prompts that rows share; reads sources without pathlib
     "passes": 21,
     "passes/context_parallel": 3390,  # with the record of a shared graph, which stood in graph/
@@ -73,31 +73,31 @@ LINES = {
 
 #: Lines of tests by folder, and of benchmarks. They may only shrink, too: a new test takes its lines from others of its folder.
 TEST_LINES = {
-    ".": 7233,  # a notebook, an image, a release; a program of a site is printed; costs are counted; a list of families is imported
-    "/benchmarks": 12321,  # a CPU by lengths and instructions; embedding beside peers; shared prompts; two precisions on a GPU
+    ".": 7229,  # a notebook, an image, a release; a program of a site is printed; costs are counted; a list of families is imported
+    "/benchmarks": 12312,  # a CPU by lengths and instructions; embedding beside peers; shared prompts; two precisions on a GPU
     "benchmarks": 2858,  # prompts that rows share
     # Modules that graphs without attention leave out; files of another process; modules that graphs without attention leave out.
-    "compiling": 2228,  # small batches; freezing in vain; files of another process, training too
+    "compiling": 2223,  # small batches; freezing in vain; files of another process, training too
     "context_parallel": 4317,  # with tests that stood in torch_private/
     "distributed": 941,
     "export": 892,
-    "fuzz": 9144,  # masks as algebra, computed sizes, faults in them; linear attention's resets and NaN; functions that change
+    "fuzz": 9140,  # masks as algebra, computed sizes, faults in them; linear attention's resets and NaN; functions that change
     "gate": 697,
     "graphs": 144,
     "hf": 9029,  # shared prompts, and experts; a limit that is told again; a hundred sizes and borders of each family; a survey of packages
     "index_expr": 1729,
-    "integrations": 1288,  # small models are packed in tests; a SentenceTransformer is compared, and begins with one sentence
-    "lowerings": 35814,  # tables of schedules and of intervals that begin alike, also as decisions
+    "integrations": 1287,  # small models are packed in tests; a SentenceTransformer is compared, and begins with one sentence
+    "lowerings": 35359,  # tables of schedules and of intervals that begin alike, also as decisions
     "near_miss": 6846,
     "options": 324,  # prompts that rows share; names that begin so
     # The spellings of sinks are a table of their own.
-    "passes": 34819,  # prompts that rows share, on ranks too; int8 without padding; symbolic head dims; masks read in full
+    "passes": 34818,  # prompts that rows share, on ranks too; int8 without padding; symbolic head dims; masks read in full
     "reasons": 431,  # each remedy is held to one short sentence
     "reporting": 2671,  # prompts that rows share; records print; names of models; the short report; each reason has a remedy
-    "spec": 1461,
+    "spec": 1460,
     "torch_private": 2398,  # ranges in profiles; a CUDA in use is planted; the folder of kernels is asked for here, no longer in lowerings
     "verifying": 3123,
-    "website": 714,  # README on embedding; pages leave Inductor as it was; sharing; ratios; variables; made tables are held row by row
+    "website": 712,  # README on embedding; pages leave Inductor as it was; sharing; ratios; variables; made tables are held row by row
 }
 
 
