@@ -186,15 +186,18 @@ passes/graph/program.py _combined; operands: s + c shuts out where c is False
 
 masks of other weights are one
 passes/graph/program.py _identity; two sites: a second site gets the first one's bias
--             t.weight,
+- t.weight, t.weighed_in
++ t.weighed_in
 
 masks of other signs are one
 passes/graph/program.py _identity; two sites: a second site gets the first one's mask
--             t.inverted,
+- t.inverted, t.along
++ t.along
 
 masks of other layouts are one
 passes/graph/program.py _identity; two sites: a second site gets the first one's arrangement
--             _recipe(match, t).text,
+- t.along, _recipe(match, t).text
++ t.along
 
 a run-time scale always multiplies
 passes/graph/program.py _factored; score steps: s / t is s · t
