@@ -19,7 +19,7 @@ from attn_compiler.reasons.decisions import Reason, refuse
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.target import Target
 
-_REMEDY = "nothing to do: the site runs in its own dtype, by kernels that take it"
+_REMEDY = "leave the choice free: another kernel serves the site then"
 #: the kernel reads `rows` alone: tiles follow from the number of keys
 _OF_LENGTHS = ("rows", "tiles", "tiles_by_key")
 

@@ -112,7 +112,7 @@ def _hopper_gradients(call: LinearTensors) -> None:
     sizes, named, many = call.sizes, call.named, processors(call.same.device)
     named.update(part_g=named["grad_g"], part_beta=named["grad_beta"])
     pieces = min(range(1, 9), key=lambda n: -(-sizes.rows * n // many) * -(-sizes.chunks // n))
-    of_piece = -(-sizes.chunks // pieces)
+    of_piece = max(-(-sizes.chunks // pieces), 1)
     pieces = -(-sizes.chunks // of_piece)
     call.run(head_gradients_sm90, sizes.rows * pieces, 8, HOW=switches(call), pieces=pieces, of_piece=of_piece)
 

@@ -1,4 +1,4 @@
-"""Attention forward on FP8 tensors for Hopper, in Gluon: a band, softcap, sinks. forward_fp8.py explains its numerics.
+"""Attention forward on FP8 tensors for Hopper, in Gluon: a band, softcap, sinks. plain/fp8_reference.py has its numerics.
 
 One warpgroup has the copy engine (TMA) load tiles of keys and values, three or four compute 64 queries each: while one waits for its
 products, the others' softmax has the arithmetic units. A program computes several blocks of queries, so that loads for the next one begin
@@ -34,7 +34,7 @@ from attn_compiler.lowerings.shared.kernels.tiles_sm90 import (
 )
 from attn_compiler.lowerings.shared.kernels.tuples_sm90 import Layouts, SharedTiles
 
-#: log2 of the weights' scale in FP8: forward_fp8.WEIGHT
+#: log2 of the weights' scale in FP8: fp8_reference.WEIGHT
 WEIGHT = gl.constexpr(8.0)
 #: Never 0: -inf times 0 is NaN.
 _LEAST_SCALE = gl.constexpr(1e-30)
@@ -300,7 +300,7 @@ def attention_forward_fp8_sm90(
 
     Q, K (FP8 or int8), V, Out: descriptors of logical BHSD (V: BHDS) with tiles of (1, 1, 64, D), (1, 1, 128, D), (1, 1, Dv, 128), (1, 1,
     64, Dv), D and Dv powers of two: reads beyond a tensor are 0, writes there are dropped. Lse: (B, Hq, Sq). Descales, Shift: as in
-    forward_fp8.py. Sinks: (Hq,) or None. Ends: int32 (B|1, Sq), the numbers of keys that queries may use, equal for all queries of a
+    quantise.names. Sinks: (Hq,) or None. Ends: int32 (B|1, Sq), the numbers of keys that queries may use, equal for all queries of a
     batch row; or None. scale is positive. section: as in `_block`. HOW: tuples_sm90.py.
     """
     how: gl.constexpr = members(HOW)
