@@ -85,7 +85,6 @@ _TRITON = (
 _FLOAT32 = (_case("causal_float32_64", **_CAUSAL), _case("bias_float32_64", bias="hqk"))
 _RECIPES = {
     "head": Fp8Recipe(scaling=CurrentScaling(granularity="head")),
-    "block": Fp8Recipe(scaling=CurrentScaling(granularity="block")),
     "accurate": Fp8Recipe(scaling=CurrentScaling(granularity="block"), smooth_k=True, hadamard=True),
 }
 _HOPPER = (

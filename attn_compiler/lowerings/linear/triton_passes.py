@@ -52,7 +52,7 @@ class Pieces:
 
 
 def passes(call: LinearTensors) -> None:
-    """Run both passes of a backward. Neither needs the other's results, so they run at once where that keeps more processors busy."""
+    """Run both passes of a backward, which share no results. They run at once where one pass leaves processors idle."""
     device, sizes = call.same.device, call.sizes
     is_cut = Pieces.of(sizes, processors(device), is_delta=call.is_delta).many > 1
     is_full = 2 * sizes.rows * sizes.blocks > processors(device)

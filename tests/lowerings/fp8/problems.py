@@ -35,9 +35,8 @@ _DTYPES = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8Problem:
-    """rounded, kept: what quantise.py makes, by name. leaf: the op, with the backward of `triton`."""
+    """For `hopper_fp8`, with the backward of `triton`. rounded, kept: what quantise.py makes, by name."""
 
-    leaf: str = "hopper_fp8"
     problem: Problem
     rounded: dict[str, Tensor]
     kept: dict[str, Tensor]
@@ -129,9 +128,8 @@ def results(given: Fp8Problem) -> list[Tensor]:
 
 def outputs(given: Fp8Problem) -> tuple[Tensor, Tensor]:
     """out and lse of the kernel."""
-    with planned(given.problem.plan), rounding_as_hardware():
-        leaf = getattr(torch.ops.attn_compiler, given.leaf)
-        problem = given.problem
+    with planned(given.problem.plan):
+        leaf, problem = torch.ops.attn_compiler.hopper_fp8, given.problem
         found: tuple[Tensor, Tensor] = leaf(problem.q, problem.k, problem.v, given.operands, problem.text)
     return found[0].detach(), found[1].detach()
 

@@ -38,16 +38,12 @@ RECIPES = {
     "delayed": Fp8Recipe(scaling=DelayedScaling(amax_history_len=4)),
     "static": Fp8Recipe(scaling=StaticScaling(q=5, k=5, v=5)),
 }
-#: masks that leave keys which nobody sees, one of each form
+#: masks that leave keys which nobody sees
 FORMS = {
     "causal": BY_NAME["causal_more_keys"],
     "keys": BY_NAME["keys_left"],
-    "no keys": BY_NAME["keys_none"],
     "window": Case(name="window_from_the_end", band=Band(left=9, right=-3, from_end=True), seqlen_q=37),
-    "rows": Case(name="rows_unseen", rows=True, seqlen_q=5, seqlen_kv=100),
     "documents": Case(name="documents_unseen", documents=True, band=Band(right=0), seqlen_q=33, seqlen_kv=100),
-    "mask": Case(name="mask_unseen", mask="bhqk", seqlen_q=2, seqlen_kv=70),
-    "all": dataclasses.replace(BY_NAME["all_masks"], name="all_unseen", seqlen_q=6),
 }
 
 
@@ -55,20 +51,9 @@ def of_form(form: str, **given: Any) -> kernel_problems.Problem:
     return kernel_problems.build(FORMS[form], dtype=torch.float16, **given)
 
 
-def of_lengths(name: str, values: tuple[float, ...], device: str) -> kernel_problems.Problem:
-    """For `hopper_fp8`: the numbers of keys differ by batch row, and what lies beyond them is given."""
-    case = Case(
-        name=f"unseen_lengths_{name}", rows=True, band=OF_LENGTHS[name],
-        batch=len(LENGTHS), seqlen_q=490, seqlen_kv=490, head_dim=64, heads_q=4,
-    )  # fmt: skip
-    problem = kernel_problems.build(case, dtype=torch.float16, device=device)
-    rows = problem.named["rows"]
-    rows[0], rows[1] = 0, torch.tensor(LENGTHS, device=device, dtype=torch.int32)[:, None]
-    return poison.with_unseen(problem, *values)
-
-
 def rounded_of_lengths(name: str, recipe: Fp8Recipe, values: tuple[float, ...], device: str) -> Fp8Problem:
-    problem = of_lengths(name, values, device)
+    """For `hopper_fp8`: the numbers of keys differ by batch row, and what lies beyond them is given."""
+    problem = poison.with_unseen(test_hopper_launch.of_lengths(name, device), *values)
     seen = torch.arange(490, device=device) < torch.tensor(LENGTHS, device=device)[:, None]
     return problems.rounded_problem(problem, recipe, seen=seen)
 

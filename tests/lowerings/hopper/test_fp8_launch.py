@@ -107,10 +107,6 @@ def hopper() -> Target:
     return target
 
 
-def problem(case: Case, recipe: Fp8Recipe, target: Target) -> problems.Fp8Problem:
-    return problems.build(case, recipe, dtype=torch.bfloat16, target=target)
-
-
 #: further ones without a GPU
 CPU_PAIRS = (
     ("causal_from_end", "block"),
@@ -132,14 +128,14 @@ OF_LENGTHS: dict[str, Band | None] = {
 }
 
 
-def with_lengths(name: str, recipe: Fp8Recipe, device: str) -> problems.Fp8Problem:
+def of_lengths(name: str, device: str) -> kernel_problems.Problem:
     """float16, forward only."""
     sizes: dict[str, Any] = {"batch": len(LENGTHS), "seqlen_q": 490, "seqlen_kv": 490, "head_dim": 64, "heads_q": 4}
     case = Case(name=f"lengths_{name}", rows=True, band=OF_LENGTHS[name], **sizes)
     problem = kernel_problems.build(case, dtype=torch.float16, device=device)
     rows = problem.named["rows"]
     rows[0], rows[1] = 0, torch.tensor(LENGTHS, device=device, dtype=torch.int32)[:, None]
-    return problems.rounded_problem(problem, recipe)
+    return problem
 
 
 #: of the GPU that is not there: fewer than most cases have blocks of queries
@@ -192,7 +188,7 @@ def test_what_the_kernel_says(pair: tuple[str, str], monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("name", OF_LENGTHS)
 def test_batch_rows_have_numbers_of_keys(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = with_lengths(name, RECIPES["block"], "cpu")
+    given = problems.rounded_problem(of_lengths(name, "cpu"), RECIPES["block"])
     with torch.no_grad():
         out, lse = in_torch(given, monkeypatch)
         assert_near(given, out, lse, share=0.04, atol=0.02)
@@ -242,7 +238,7 @@ def test_tritons_backward_of_what_was_rounded(pair: tuple[str, str], monkeypatch
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 def test_attention_and_all_gradients(pair: tuple[str, str], hopper: Target) -> None:
     case, recipe = pair
-    given = problem(grown(CASES[case]), RECIPES[recipe], hopper)
+    given = problems.build(grown(CASES[case]), RECIPES[recipe], dtype=torch.bfloat16, target=hopper)
     problems.assert_within_rule(problems.results(given), given)
 
 
@@ -258,7 +254,7 @@ def test_bands_on_a_gpu(pair: tuple[str, str], hopper: Target) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", OF_LENGTHS)
 def test_numbers_of_keys_on_a_gpu(name: str, hopper: Target) -> None:
-    given = with_lengths(name, RECIPES["block"], "cuda")
+    given = problems.rounded_problem(of_lengths(name, "cuda"), RECIPES["block"])
     with torch.no_grad():
         assert_near(given, *problems.outputs(given), share=0.04, atol=0.02)
 
@@ -317,7 +313,8 @@ def test_a_model_that_compares_with_numbers_of_keys(hopper: Target) -> None:
 
 @pytest.mark.gpu
 def test_the_wider_format_is_computed_too(hopper: Target) -> None:
-    given = problem(grown(BY_NAME["even"]), Fp8Recipe(forward_format="e5m2"), hopper)
+    recipe = Fp8Recipe(forward_format="e5m2")
+    given = problems.build(grown(BY_NAME["even"]), recipe, dtype=torch.bfloat16, target=hopper)
     assert given.rounded["q8"].dtype == torch.float8_e5m2
     out = problems.outputs(given)[0]
     exact = kernel_problems.expected(given.problem, torch.float32)[0]
@@ -327,7 +324,7 @@ def test_the_wider_format_is_computed_too(hopper: Target) -> None:
 @pytest.mark.gpu
 def test_scales_of_several_blocks_are_told_apart(hopper: Target) -> None:
     case = dataclasses.replace(BY_NAME["even"], name="blocks", seqlen_q=300, seqlen_kv=300, batch=1, head_dim=64)
-    given = problem(case, RECIPES["block"], hopper)
+    given = problems.build(case, RECIPES["block"], dtype=torch.bfloat16, target=hopper)
     assert quantise.scales_of(Call.from_text(given.problem.text).spec).block == 128
     right = problems.outputs(given)[0]
     for name in ("descale_q", "descale_k", "descale_v"):

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import fx
+from torch import Tensor, fx
 
 from attn_compiler.lowerings import Emitter, Operands, by_name
 from attn_compiler.lowerings.plain import fp8_reference as reference_fp8, reference, takes
@@ -23,6 +23,7 @@ from tests import cases, numerics
 from tests.cases import BY_NAME, CASES, Case, Inputs as InputsFp8
 from tests.lowerings.emitting import arguments, calls, emit, output_value
 from tests.lowerings.specs import UNLISTED
+from tests.passes.compiling import compiled
 from tests.spec.meanings import Inputs, allows
 
 CPU = Target.current("cpu")
@@ -205,6 +206,22 @@ def test_weights_are_rounded() -> None:
         coarse = emit(FP8_REFERENCE, inputs)(*arguments(inputs))
     exact = numerics.attention(numerics.cast(inputs, torch.float32))
     assert numerics.worst(coarse, exact) > 3 * numerics.worst(out, exact) > 0
+
+
+@pytest.mark.parametrize("lengths", [(70, 45), (200, 300)], ids=["one block", "several"])
+def test_lengths_that_are_not_known(lengths: tuple[int, int]) -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    function = compiled(attention, lowering="reference_fp8", fp8_recipe=Fp8Recipe())
+    for length in lengths:
+        given = [torch.randn(1, heads, length, 32).half() for heads in (2, 1, 1)]
+        for x in given:
+            torch._dynamo.mark_dynamic(x, 2)
+        exact = attention(*(x.float() for x in given))
+        assert float((function(*given).float() - exact).square().mean().sqrt()) < 0.03
+    # One graph served both.
+    assert function.site.decision.lowering == "reference_fp8"
 
 
 UNTOUCHED = by_name("untouched")
