@@ -246,7 +246,8 @@ def apply(op: str, *args: Expr) -> Expr:
     if op == "where":
         return where(*args)
     if op in ("abs", "min", "max", "floordiv", "mod"):
-        args = _alike(args)
+        # Arguments are of one kind: all integers, or all floats.
+        args = tuple(map(as_float if any(kind_of(a) == "float" for a in args) else as_int, args))
     values = [a.value for a in args if isinstance(a, Const)]
     if len(values) == len(args) and has_value(op, values):
         return Const(OPS[op][0](*values))
@@ -288,11 +289,6 @@ def _equal_floats(a: Expr, b: Expr) -> Expr:
             if whole is None or other is None:
                 return Apply("eq", (a, b))
             return test("==", combine(linear(whole), linear(other), -1))
-
-
-def _alike(args: tuple[Expr, ...]) -> tuple[Expr, ...]:
-    """Convert arguments of arithmetic to one kind: all integers, or all floats."""
-    return tuple(map(as_float if any(kind_of(a) == "float" for a in args) else as_int, args))
 
 
 def _xor(a: Expr, b: Expr) -> Expr:

@@ -60,7 +60,7 @@ def compile_model(
         "dynamic": dynamic,
     }
     if not per_layer:
-        _let_blocks_be_known(model)
+        _choose(model, KNOWN_BLOCKS, instead_of="flex_attention", attend=flex_attention_forward, mask=known_block_mask)
         _let_prompts_masks_be_known(model)
         model.compile(**settings)
         _let_layers_share(model)
@@ -72,7 +72,7 @@ def compile_model(
         )
     for layer in layers:
         layer.compile(**settings)
-    _let_masks_be_known(model)
+    _choose(model, KNOWN_MASKS, instead_of="sdpa", attend=sdpa_attention_forward, mask=known_sdpa_mask)
     _leave_out_caches(model)
     return model
 
@@ -161,10 +161,6 @@ def known_block_mask(*args: Any, **kwargs: Any) -> flex_attention.BlockMask:
     return made
 
 
-def _let_masks_be_known(model: nn.Module) -> None:
-    _choose(model, KNOWN_MASKS, instead_of="sdpa", attend=sdpa_attention_forward, mask=known_sdpa_mask)
-
-
 def _let_prompts_masks_be_known(model: nn.Module) -> None:
     """Wrap the mask function of `generate`, which with a static cache makes a prompt's mask before it calls the model."""
     create = getattr(model, "create_masks_for_generate", create_masks_for_generate)
@@ -183,10 +179,6 @@ def _masks_for_generate(create: Callable[..., Any], *, config: Any, **given: Any
         for part in {id(x): x for x in (config, config.get_text_config())}.values():
             part._attn_implementation = _KNOWN.get(part._attn_implementation, part._attn_implementation)
     return create(config=config, **given)
-
-
-def _let_blocks_be_known(model: nn.Module) -> None:
-    _choose(model, KNOWN_BLOCKS, instead_of="flex_attention", attend=flex_attention_forward, mask=known_block_mask)
 
 
 def _choose(

@@ -87,18 +87,14 @@ class Guards:
 def forget_guards(inputs: Sequence[Any]) -> None:
     """Remove the guards on our own sizes, for a graph that was given up. inputs: fake ones that have such sizes, or are them."""
     for size in (size for x in inputs for size in ([x] if isinstance(x, torch.SymInt) else _sizes(x))):
-        if _is_own(size):
+        sources = size.node.shape_env.var_to_sources.get(size.node._expr, ())
+        if any(isinstance(source, ConstantSource) for source in sources):
             _taken(size.node.shape_env, size.node._expr)
 
 
 def _sizes(x: torch.Tensor) -> list[torch.SymInt]:
     shape: tuple[int | torch.SymInt, ...] = x.shape
     return [size for size in shape if isinstance(size, torch.SymInt)]
-
-
-def _is_own(size: torch.SymInt) -> bool:
-    sources = size.node.shape_env.var_to_sources.get(size.node._expr, ())
-    return any(isinstance(source, ConstantSource) for source in sources)
 
 
 def _taken(env: ShapeEnv, symbol: sympy.Symbol) -> tuple[sympy.Basic, ...]:

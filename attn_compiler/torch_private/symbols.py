@@ -194,7 +194,8 @@ def constant(number: object) -> float | None:
 def largest(value: torch.Tensor, size: sympy.Expr, most: int) -> int | None:
     """Return the largest possible value of a size; None if unknown. value: a fake tensor of the same graph. Symbols without a known end get
     a guard that they are at most `most`, if they are in this call."""
-    env = _shape_env(value)
+    mode = getattr(value, "fake_mode", None)
+    env = None if mode is None else mode.shape_env
     if env is None or size.is_Integer:
         return int(size) if size.is_Integer else most
     known = {str(symbol): symbol for symbol in env.var_to_range}
@@ -211,11 +212,6 @@ def is_of_positive(number: torch.SymInt) -> bool:
     for symbol in number.node.expr.free_symbols:
         _hold(env, symbol, lambda symbolic: symbolic >= 1, unless=bool(env.bound_sympy(symbol).lower >= 1))
     return all(env.bound_sympy(symbol).lower >= 1 for symbol in number.node.expr.free_symbols)
-
-
-def _shape_env(value: torch.Tensor) -> symbolic_shapes.ShapeEnv | None:
-    mode = getattr(value, "fake_mode", None)
-    return None if mode is None else mode.shape_env
 
 
 def _hold(

@@ -14,14 +14,6 @@ from attn_compiler.lowerings.shared.ops.leaf_ops import Tensors, fake_forward, l
 from attn_compiler.torch_private.op_library import register_helper
 
 
-def _count(like: torch.Tensor, length: int) -> torch.Tensor:
-    return torch.zeros(length, dtype=torch.int32, device=like.device)
-
-
-def _bounds(bounds: torch.Tensor) -> torch.Tensor:
-    return bounds.clone(memory_format=torch.contiguous_format)
-
-
 def _fake_of_latent(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Tensors, spec: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -29,8 +21,14 @@ def _fake_of_latent(
     return torch.empty_like(out, dtype=torch.float32), lse
 
 
-register_helper("decode_bounds", "(Tensor bounds) -> Tensor", function=_bounds)
-register_helper("decode_count", "(Tensor like, SymInt length) -> Tensor", function=_count)
+register_helper(
+    "decode_bounds", "(Tensor bounds) -> Tensor", function=lambda x: x.clone(memory_format=torch.contiguous_format)
+)
+register_helper(
+    "decode_count",
+    "(Tensor like, SymInt length) -> Tensor",
+    function=lambda like, length: torch.zeros(length, dtype=torch.int32, device=like.device),
+)
 register_forward(
     "decode",
     forward=late("decode.launch", "forward", site="ForwardSite", notes=True),

@@ -33,7 +33,7 @@ from attn_compiler.lowerings.shared.calls.leaf_calls import BackwardArguments
 from attn_compiler.lowerings.shared.kernels import backward, kv_backward
 from attn_compiler.lowerings.shared.kernels.tuples import MaskStrides, Sizes
 from attn_compiler.lowerings.shared.launching import persistent
-from attn_compiler.lowerings.shared.launching.launch import Arguments, ReadyKernel, launch
+from attn_compiler.lowerings.shared.launching.launch import Arguments, launch
 from attn_compiler.lowerings.shared.parts.kernel_plan import head_dim_tiles
 
 #: queries of a program of the kernels before and after the backward
@@ -286,10 +286,6 @@ def _again(found: Arguments) -> Arguments:
     )
 
 
-def _start(*given: Any) -> ReadyKernel | None:
-    return launch(*given)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Gradients(BackwardByKernels):
     """The backward, which copies the added tensor first where the copy engine can't read it."""
@@ -305,7 +301,7 @@ gradients = _Gradients(
     op="hopper_backward",
     operands=lambda prepared: grad_operands(prepared.call.spec),
     rows_together=_rows_together,
-    start=_start,
+    start=lambda *given: launch(*given),
     make_room=_make_room,
     run=_run,
 )

@@ -19,7 +19,7 @@ from attn_compiler.lowerings.hopper.kernels import forward_fp8_sm90
 from attn_compiler.lowerings.hopper.kernels.fp8_tuples import Fp8Switches
 from attn_compiler.lowerings.shared.calls import leaf_calls
 from attn_compiler.lowerings.shared.calls.arguments import Named, Prepared, along, common
-from attn_compiler.lowerings.shared.calls.forward_call import Exact, Forward
+from attn_compiler.lowerings.shared.calls.forward_call import Forward
 from attn_compiler.lowerings.shared.kernels import tiles_sm90
 from attn_compiler.lowerings.shared.kernels.tuples import DescaleStrides
 from attn_compiler.lowerings.shared.launching import persistent
@@ -55,10 +55,6 @@ class Warpgroups:
 WARPGROUPS = {64: Warpgroups(count=4, registers=112), 128: Warpgroups(count=3, registers=160)}
 
 
-def _operands(prepared: Prepared) -> tuple[str, ...]:
-    return (*quantise.names(prepared.call.spec), *prepared.operands)
-
-
 def _run(prepared: Prepared, same: CallCache, tensors: Named) -> list[ReadyKernel | None]:
     if not tensors["Out"].numel():
         return [None]
@@ -66,11 +62,12 @@ def _run(prepared: Prepared, same: CallCache, tensors: Named) -> list[ReadyKerne
     return [launch(kernel, same, tensors, lambda: _arguments(prepared, tensors))]
 
 
-def _exact(prepared: Prepared, tensors: Named) -> Exact:
-    return restoring.exact(prepared.call.spec, tensors)
-
-
-forward = Forward(op="hopper_fp8", operands=_operands, run=_run, restore=_exact)
+forward = Forward(
+    op="hopper_fp8",
+    operands=lambda prepared: (*quantise.names(prepared.call.spec), *prepared.operands),
+    run=_run,
+    restore=lambda prepared, tensors: restoring.exact(prepared.call.spec, tensors),
+)
 
 #: `forward` for one place in compiled code
 ForwardSite = functools.partial(leaf_calls.ForwardSite, forward)
@@ -88,7 +85,8 @@ def _arguments(prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> Argum
     named |= {f"Descale{name.upper()}": f"descale_{name}" for name in "qkv"}
     given = {parameter: name if name in tensors else None for parameter, name in named.items()}
     if "rows" in tensors:
-        made["Ends"] = ("rows", _ends)
+        # One after the last key of each query.
+        made["Ends"] = ("rows", lambda rows: rows[1])
     else:
         given["Ends"] = None
     return Arguments(
@@ -100,11 +98,6 @@ def _arguments(prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> Argum
         tile=Tile(queries=_ROWS * warpgroups(spec).count, keys=KEYS, warps=_WARPS, stages=STAGES),
         made=made,
     )
-
-
-def _ends(rows: torch.Tensor) -> torch.Tensor:
-    """Return the ends (one after the last key) of the queries' intervals of keys."""
-    return rows[1]
 
 
 def _blocks(spec: AttentionSpec, q: torch.Tensor) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 import triton
@@ -159,15 +158,11 @@ def _launch_grad_kv(shared: Backward) -> None:
         shared.launch(kv_backward.attention_grad_kv, functools.partial(gradient_launch.grad_kv, part=part), part)
 
 
-def _start(*given: Any) -> ReadyKernel | None:
-    return launch(*given)
-
-
 gradients = BackwardByKernels(
     op="triton_backward",
     operands=lambda prepared: prepared.operands,
     rows_together=gradient_launch.rounded_to,
-    start=_start,
+    start=lambda *given: launch(*given),
     make_room=_add_scores,
     run=_run_backward,
 )

@@ -118,13 +118,16 @@ def amount(sent: int) -> str:
 def why_not(mirror: Mirror, site: Site, spec: AttentionSpec, cp: ContextParallel) -> str | None:
     """Return why a site can't read the slots of this rank alone; None if it can."""
     match = site.match
-    nodes = [_given(x) for x in (match.k, match.v)]
+    # The mirror nodes that give the keys and values of all ranks.
+    nodes = [x.root if x.root.target is torch_collectives.keys_of_slots else None for x in (match.k, match.v)]
     if any(node is None for node in nodes):
         return "its keys and values are not what the cache gives"
     for node, operand, name in zip(nodes, (match.k, match.v), ("keys", "values"), strict=True):
         if node is None or tuple(node.args[1:]) != (cp.size, cp.group_name):
             return "the cache is shared by other ranks than ContextParallel's"
-        if not _is_as_given(match, operand):
+        # Batch, heads, positions and width, one by one.
+        width = match.axes.head_dim_qk if operand is match.k else match.axes.head_dim_v
+        if not program.is_arranged(operand, (match.axes.batch, match.axes.heads_kv, match.axes.key, width)):
             return f"the {name} are not read as the cache gives them: (batch, heads, positions, width)"
         if not _is_unwritten(mirror, node, match.out):
             return "the cache is written to between what it gives and the attention"
@@ -149,17 +152,6 @@ def _changed(site: Site, spec: AttentionSpec) -> str | None:
         return "keys and values are made of what the cache holds"
     unknown = [x.words for x in spec.score.changes if not isinstance(x, (Softcap, Sinks, DenseBias))]
     return f"the scores are changed: {unknown[0]}" if unknown else None
-
-
-def _given(operand: Operand) -> fx.Node | None:
-    """Return the mirror node that gives the keys of all ranks, if the operand is read from there."""
-    return operand.root if operand.root.target is torch_collectives.keys_of_slots else None
-
-
-def _is_as_given(match: Match, operand: Operand) -> bool:
-    """Return whether the root's axes are batch, heads, positions and width, one by one."""
-    width = match.axes.head_dim_qk if operand is match.k else match.axes.head_dim_v
-    return program.is_arranged(operand, (match.axes.batch, match.axes.heads_kv, match.axes.key, width))
 
 
 def _is_unwritten(mirror: Mirror, given: fx.Node, at: fx.Node) -> bool:

@@ -152,7 +152,9 @@ def _require_rewritable(mirror: Mirror, match: Match, scopes: dict[fx.Node, regi
             progress=5,
         )
     for name, operand in (("q", match.q), ("k", match.k), ("v", match.v)):
-        kind = _kind(mirror, operand.root)
+        dynamo = mirror.dynamo_node(operand.root)
+        value = dynamo.meta.get("example_value") if dynamo is not None else None
+        kind = tensor_kind(value) if isinstance(value, torch.Tensor) else None
         if kind is not None:
             raise Refused(
                 code=Code.CLOSED_TENSOR,
@@ -170,12 +172,6 @@ def _closed(node: fx.Node) -> Reason:
         observed=closed.kind(node) or "an object of another kind is given",
         remedy=nested_calls.REMEDY if closed.is_of_nested(node) else _ON_PLAIN,
     )
-
-
-def _kind(mirror: Mirror, node: fx.Node) -> str | None:
-    dynamo = mirror.dynamo_node(node)
-    value = dynamo.meta.get("example_value") if dynamo is not None else None
-    return tensor_kind(value) if isinstance(value, torch.Tensor) else None
 
 
 def _module(mirror: Mirror, node: fx.Node) -> str:

@@ -86,7 +86,10 @@ def read(
     AxisError if nothing above `node` exists in the Dynamo graph.
     """
     chain = _climb(mirror, node, through_scales=through_scales, through_upcasts=through_upcasts)
-    candidates = _roots(mirror, chain, used, until)
+    # Positions in the chain to read from, best first: above the highest costly step, then lower ones.
+    costly = [i + 1 for i, (n, _) in enumerate(chain[:-1]) if views.is_costly(n) or not views.is_view(n)]
+    wanted = [_above_unit_axes(mirror, chain, i) for i in reversed(costly)] + [0, *range(1, len(chain))]
+    candidates = [p for p in dict.fromkeys(wanted) if _is_readable(mirror, [n for n, _ in chain[: p + 1]], used, until)]
     error: AxisError | None = None
     for position in candidates:
         try:
@@ -94,13 +97,6 @@ def read(
         except AxisError as problem:
             error = problem
     raise error or AxisError(f"{node.name} is written in place, or exists only inside one call of the graph")
-
-
-def _roots(mirror: Mirror, chain: list[tuple[fx.Node, float]], used: fx.Node, until: fx.Node) -> list[int]:
-    """Positions in the chain to read from, best first: above the highest costly step, then lower ones."""
-    costly = [i + 1 for i, (n, _) in enumerate(chain[:-1]) if views.is_costly(n) or not views.is_view(n)]
-    wanted = [_above_unit_axes(mirror, chain, i) for i in reversed(costly)] + [0, *range(1, len(chain))]
-    return [p for p in dict.fromkeys(wanted) if _is_readable(mirror, [n for n, _ in chain[: p + 1]], used, until)]
 
 
 def _is_readable(mirror: Mirror, chain: list[fx.Node], used: fx.Node, until: fx.Node) -> bool:

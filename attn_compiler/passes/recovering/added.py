@@ -65,7 +65,7 @@ def _split(x: Expr, weight: float) -> Split:
             masks_out = weight > 0 and value <= MASKED_BELOW and value * weight <= STILL_MASKED_BELOW
             if masks_out:
                 return Split(allowed=ix.FALSE, fills=frozenset({float(value * weight)}))
-            return Split(allowed=ix.TRUE, added=_unless_zero(x, weight))
+            return Split(allowed=ix.TRUE, added=() if x.value == 0 else (Summand(value=x, weight=weight),))
         case Apply(op="add", args=(a, b)):
             one, other = _split(a, weight), _split(b, weight)
             allowed = ix.apply("and", one.allowed, other.allowed)
@@ -89,10 +89,6 @@ def _split(x: Expr, weight: float) -> Split:
 
 def _is_factor(x: float) -> bool:
     return math.isfinite(x) and x != 0
-
-
-def _unless_zero(x: Const, weight: float) -> tuple[Summand, ...]:
-    return () if x.value == 0 else (Summand(value=x, weight=weight),)
 
 
 def _split_choice(x: Expr, condition: Expr, yes: Split, no: Split, weight: float) -> Split:

@@ -91,7 +91,9 @@ def _told(border: Border, root: Unit) -> Iterator[tuple[int, Known]]:
     reader = border.readers.of(root)
     for place, node, example in _outputs(reader.mirror):
         try:
-            element = _element(reader, node)
+            at = known_masks.indices(reading.fake(node).dim())
+            found = reader.read_at(len(reader.mirror.graph.nodes), node, at)
+            element = ix.decide(found, reader.within(found, node, at))
         except Unreadable:
             continue
         border.row.made.append(
@@ -120,13 +122,6 @@ def _outputs(mirror: Mirror) -> Iterator[tuple[int, fx.Node, torch.Tensor]]:
 def _is_like(node: fx.Node, example: torch.Tensor) -> bool:
     value = node.meta["val"]
     return isinstance(value, torch.Tensor) and value.dtype == example.dtype and value.dim() == example.dim()
-
-
-def _element(reader: Reader, node: fx.Node) -> Expr:
-    """Return an output's element over known_masks.indices. Raises Unreadable."""
-    at = known_masks.indices(reading.fake(node).dim())
-    found = reader.read_at(len(reader.mirror.graph.nodes), node, at)
-    return ix.decide(found, reader.within(found, node, at))
 
 
 def _unwritten(reader: Reader, element: Expr) -> dict[str, torch.Tensor]:

@@ -127,10 +127,6 @@ def _joined(reader: Reader, node: fx.Node, at: At) -> Expr | None:
     return moving.READERS[aten.cat.default](reader, node, at)
 
 
-def _unwritten(reader: Reader, node: fx.Node, at: At) -> Expr:
-    return _UNWRITTEN
-
-
 def _same(reader: Reader, node: fx.Node, at: At) -> Expr | None:
     """Read a copy if it keeps dtype and device."""
     source = views.source(node)
@@ -145,7 +141,7 @@ _COPIES = (*views.COPIES, *views.CASTS, aten.to.device, aten.type_as.default)
 _RULES: dict[object, ReadOp] = {
     **{op: rule for op, rule in moving.READERS.items() if op not in (aten.embedding.default, aten.index.Tensor)},
     **dict.fromkeys(_COPIES, _same),
-    **dict.fromkeys(_MADE_EMPTY, _unwritten),
+    **dict.fromkeys(_MADE_EMPTY, lambda *_: _UNWRITTEN),
     **dict.fromkeys((aten.cat.default, aten.concat.default, aten.concatenate.default), _joined),
     aten.copy_.default: in_place.READERS[aten.copy_.default],
 }

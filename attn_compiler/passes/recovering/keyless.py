@@ -130,14 +130,12 @@ def _outcome(masking: Iterable[tuple[MaskStep, float]], dtype: torch.dtype) -> t
 
 
 def loses_scores(number: float, dtype: torch.dtype) -> bool:
-    """True if a score of that dtype is rounded away when a finite number is added to it."""
-    return _half_step(number, dtype) >= _SCORES
+    """True if a score of that dtype is rounded away when a finite number is added to it.
 
-
-def _half_step(number: float, dtype: torch.dtype) -> float:
-    """Return half the distance to the next number towards 0. A smaller addend is rounded away."""
+    A score below half the distance to the next number towards 0 is.
+    """
     _, exponent = math.frexp(abs(number))
-    return math.ldexp(torch.finfo(dtype).eps, exponent - 2)
+    return math.ldexp(torch.finfo(dtype).eps, exponent - 2) >= _SCORES
 
 
 def _numbers(steps: Sequence[MaskStep], low: float) -> Expr:

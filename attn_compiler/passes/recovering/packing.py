@@ -88,19 +88,11 @@ def notes(terms: Iterable[Term], reader: Reader, words: str) -> tuple[str, ...]:
         f"document(cumsum…) ⇒ {words}, because {_name(reader, positions)} is arange": None
         for count in sorted(counts, key=lambda n: n.name)
         for positions in reached([count])
-        if _is_one_number(count, reader)
-        and _is_compared_with_its_neighbour(positions)
+        if isinstance(_element(count, reader), Const)
+        and any(user.target is aten.diff.default and user.args[0] is positions for user in positions.users)
         and _is_arange(positions, reader)
     }
     return tuple(lines)
-
-
-def _is_one_number(count: fx.Node, reader: Reader) -> bool:
-    return isinstance(_element(count, reader), Const)
-
-
-def _is_compared_with_its_neighbour(positions: fx.Node) -> bool:
-    return any(user.target is aten.diff.default and user.args[0] is positions for user in positions.users)
 
 
 def _is_arange(positions: fx.Node, reader: Reader) -> bool:

@@ -128,7 +128,7 @@ def _describe(
     match = site.match
     out = emit.example(mirror, match.out)
     needs_grad = bool(out.requires_grad)
-    bias = needs_grad and _wants_bias_gradient(mirror, match)
+    bias = needs_grad and any(emit.example(mirror, t.operand.root).requires_grad for t in match.scores.additive)
     if needs_grad:
         saved.record_copies(unit, mirror, match)
     site.added, site.allowed = match.scores.additive, match.scores.allowed
@@ -265,10 +265,6 @@ def _latent_spec(match: Match, tensors: Tensors[torch.Tensor]) -> LatentSpec | N
         nope=found.k.size,
         nope_first=found.nope_first,
     )
-
-
-def _wants_bias_gradient(mirror: Mirror, match: Match) -> bool:
-    return any(emit.example(mirror, t.operand.root).requires_grad for t in match.scores.additive)
 
 
 def _read(unit: Unit, mirror: Mirror, site: Site, reader: Reader, unreadable: dict[str, list[str]]) -> Meaning:

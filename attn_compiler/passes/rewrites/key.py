@@ -106,7 +106,8 @@ def _module(gm: fx.GraphModule, places: dict[fx.GraphModule, int], values: Graph
         data = given_data(node, numbers)
         value = node.meta.get("example_value")
         attribute = _attribute_data(gm, str(node.target), places) if node.op == "get_attr" else None
-        origin = _origin(node, digest)
+        stack = node.meta.get("nn_module_stack") or {}
+        origin = [str(path) for path, _ in stack.values()], digest.place(node.meta.get("stack_trace") or "")
         said = "example_value" in node.meta, values.data_of(value)
         digest.add((node.op, node.name, targets.name_of(node), data, said, attribute, origin))
         given.append(data)
@@ -128,11 +129,6 @@ def given_data(node: fx.Node, numbers: dict[fx.Node, int]) -> Any:
 def attribute_names(gm: fx.GraphModule) -> frozenset[str]:
     """Return the names of the tensors and modules that a graph module holds."""
     return frozenset((*gm._parameters, *gm._buffers, *gm._modules))
-
-
-def _origin(node: fx.Node, digest: _Digest) -> Any:
-    stack = node.meta.get("nn_module_stack") or {}
-    return [str(path) for path, _ in stack.values()], digest.place(node.meta.get("stack_trace") or "")
 
 
 def _attribute_data(gm: fx.GraphModule, path: str, places: dict[fx.GraphModule, int]) -> Any:

@@ -57,7 +57,7 @@ def refused(node: fx.Node, out: Shards) -> Reason | None:
             )
     if name == "dropout" and _drops(node):
         return _dropout(node.name)
-    return next(_misfits(node, _given(node), out), None)
+    return next(_misfits(node, {x.name: x for x in node.all_input_nodes}, out), None)
 
 
 _SEQUENCE = "shard q, k and v over heads or over the batch, or give options={'context_parallel': ...}"
@@ -118,10 +118,6 @@ def _is_on(probability: object) -> bool:
 def _drops(node: fx.Node) -> bool:
     share = argument(node, 1, "p")
     return argument(node, 2, "training") is not False and (share is None or _is_on(share))
-
-
-def _given(node: fx.Node) -> dict[str, fx.Node]:
-    return {x.name: x for x in node.all_input_nodes}
 
 
 def _misfits(node: fx.Node, given: dict[str, fx.Node], out: Shards) -> Iterator[Reason]:

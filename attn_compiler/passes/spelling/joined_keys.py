@@ -262,7 +262,9 @@ def _check_untouched(joined: _Joined) -> None:
     """Refuse a change of grad mode between the first product and the attention, and a write except to nodes made there (_NotJoined)."""
     for node in _between(joined):
         is_own = node in joined.nodes and set(bodies.writes(node)) <= joined.nodes
-        if not is_own and (bodies.writes(node) or (node.op == "call_function" and not _gives(node))):
+        # A call that gives no value switches a mode.
+        gives = node.op != "call_function" or node.meta.get("example_value") is not None
+        if not is_own and (bodies.writes(node) or not gives):
             raise _NotJoined
 
 
@@ -272,11 +274,6 @@ def _between(joined: _Joined) -> Iterator[fx.Node]:
         yield node
         node = node.next
     yield node
-
-
-def _gives(node: fx.Node) -> bool:
-    """Return whether a call gives a value. A call that switches a mode does not."""
-    return node.meta.get("example_value") is not None
 
 
 # ---- spelling it out ------------------------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ from attn_compiler.passes.unpad import indexing
 from attn_compiler.passes.unpad.analysis import PRODUCTS, Analysis
 from attn_compiler.passes.unpad.forms import FormRecipe, Indexed, KeepsPadding, Kind, Need, call
 from attn_compiler.passes.unpad.masks import PackedPairs, PositionBand
-from attn_compiler.passes.unpad.scores import PackedScores
 from attn_compiler.reasons.codes import Code
 from attn_compiler.torch_private import snapshots as torch_snapshots, tracing as torch_tracing
 
@@ -297,7 +296,9 @@ class Maker:
         state = self._region, _wants_gradient(self._owner)  # One of two layers may be in torch.no_grad().
         key = ("scores", pairs.band, scores.key, q.meta["example_value"].dtype, state)
         if key not in self._shared:
-            self._shared[key] = self._scored(allowed, scores, tensors, q)
+            queries, keys = self._of_queries(self._places()), self._keys()
+            added = scores.emit(self, tensors, like=q, queries=queries, keys=keys)
+            self._shared[key] = self.call(torch.where, allowed, added, -math.inf)
         return self._shared[key]
 
     def shared_mask(self, window: int) -> fx.Node:
@@ -305,23 +306,14 @@ class Maker:
 
         def make() -> fx.Node:
             begins = self.call(aten.select.int, self.given.begins, 0, window)
-            keys = self.call(aten.unsqueeze.default, self._all_places(), 0)
+            device = self.value(self.given.tokens).device
+            keys = self.call(aten.unsqueeze.default, self.call(torch.arange, self.whole_number(), device=device), 0)
             after = self.call(torch.ge, keys, self._of_queries(begins))
             before = self.call(torch.lt, keys, self._of_queries(self.given.ends))
             mask = self.call(torch.logical_and, after, before)
             return self.call(aten.unsqueeze.default, self.call(aten.unsqueeze.default, mask, 0), 0)
 
         return self.once(("shared", window), make)
-
-    def _all_places(self) -> fx.Node:
-        """Return int64 (B · S,): the places of keys."""
-        device = self.value(self.given.tokens).device
-        return self.call(torch.arange, self.whole_number(), device=device)
-
-    def _scored(self, allowed: fx.Node, scores: PackedScores, tensors: Mapping[str, fx.Node], q: fx.Node) -> fx.Node:
-        queries, keys = self._of_queries(self._places()), self._keys()
-        added = scores.emit(self, tensors, like=q, queries=queries, keys=keys)
-        return self.call(torch.where, allowed, added, -math.inf)
 
     def _mask(self, band: PositionBand) -> fx.Node:
         mask = self.once("same row", self._same_row)

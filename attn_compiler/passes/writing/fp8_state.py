@@ -172,7 +172,7 @@ def _write(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 def _live(model: nn.Module | None) -> dict[str, torch.Tensor]:
     # Graphs of deleted models are reference cycles, and would still count in the names.
     gc.collect()
-    named = _named_as_labelled if model is None else _named_in(model)
+    named = (lambda kept: kept.label) if model is None else _named_in(model)
     found: dict[str, torch.Tensor] = {}
     for kept in _kept:
         tensor, name = kept.tensor(), named(kept)
@@ -182,13 +182,12 @@ def _live(model: nn.Module | None) -> dict[str, torch.Tensor]:
     return found
 
 
-def _named_as_labelled(kept: _Kept) -> str | None:
-    return kept.label
-
-
 def _named_in(model: nn.Module) -> Callable[[_Kept], str | None]:
     """Name a history by its module's path in a model; None if it belongs to no module of it."""
-    paths = {module: _without_wrappers(path) for path, module in model.named_modules()}
+    paths = {
+        module: ".".join(part for part in path.split(".") if part not in _WRAPPERS)
+        for path, module in model.named_modules()
+    }
 
     def named(kept: _Kept) -> str | None:
         owner = None if kept.home is None else kept.home.owner()
@@ -198,7 +197,3 @@ def _named_in(model: nn.Module) -> Callable[[_Kept], str | None]:
         return f"{paths[owner] or own}/{name}"
 
     return named
-
-
-def _without_wrappers(path: str) -> str:
-    return ".".join(part for part in path.split(".") if part not in _WRAPPERS)

@@ -190,7 +190,10 @@ def _lower(
         elif site.keyless is not None and not _has_own_rows(site, site.spec):
             with builder.without_autocast():
                 out = keyless_nodes.completed(builder, site.spec, site.keyless, operands, out)
-        new = finish(mirror, site, builder, _without_zeros(site, spec, builder, out), old)
+        width = axes.dim_size(site.match.axes.head_dim_v)
+        if width.is_Integer and width != spec.head_dim_v:
+            out = builder.call(torch.narrow, out, 3, 0, int(width))
+        new = finish(mirror, site, builder, out, old)
         site.texts = op_library.texts(builder.made[before:])
         site.forwards = tuple(filter(kept.is_attention, builder.made[before:]))
         held, new = _settle(unit, site, builder, builder.made[before:], new)
@@ -254,13 +257,6 @@ def _copied(site: Site, spec: AttentionSpec, builder: GraphBuilder, name: str, x
 def finish(mirror: Mirror, site: Site, builder: GraphBuilder, out: fx.Node, old: fx.Node) -> fx.Node:
     """Return the kernel's output in the model's dimensions and dtype, copied where somebody downstream needs the model's strides."""
     return _as_was(mirror, site, builder, program.restore(site.match, builder, out), site.match.out, old, "out")
-
-
-def _without_zeros(site: Site, spec: AttentionSpec, builder: GraphBuilder, out: fx.Node) -> fx.Node:
-    """Cut the output to the model's head dim."""
-    width = axes.dim_size(site.match.axes.head_dim_v)
-    is_wider = width.is_Integer and width != spec.head_dim_v
-    return builder.call(torch.narrow, out, 3, 0, int(width)) if is_wider else out
 
 
 def _finish_lse(mirror: Mirror, site: Site, builder: GraphBuilder, lse: fx.Node) -> fx.Node:

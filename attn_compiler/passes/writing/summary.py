@@ -167,14 +167,10 @@ def _miss_rows(units: list[Unit]) -> list[MissReport]:
         rows.extend(_untried_rows(unit, inside))
         grouped: dict[tuple[str, ...], list[Miss]] = {}
         for miss in unit.found.misses:
-            grouped.setdefault(_miss_key(miss), []).append(miss)
+            # Node names differ by numbers between layers: "exp_3" is "exp".
+            grouped.setdefault((str(miss.anchor.target), miss.nearest, *_alike(miss.reason)), []).append(miss)
         rows.extend(_miss_row(unit, unit.mirror, misses) for misses in grouped.values() if unit.mirror is not None)
     return rows
-
-
-def _miss_key(miss: Miss) -> tuple[str, ...]:
-    """Return a key that is equal for the same miss in every layer, where node names differ by numbers: "exp_3" for "exp"."""
-    return str(miss.anchor.target), miss.nearest, *_alike(miss.reason)
 
 
 def _alike(reason: Reason) -> tuple[str, str]:

@@ -97,12 +97,8 @@ def _embedding(
     return (table, 0, [index]) if padding < 0 and not any(how) else None
 
 
-def _index_select(table: fx.Node, axis: int, index: fx.Node) -> tuple[fx.Node, int, list[fx.Node]]:
-    return table, axis % table.meta["val"].dim(), [index]
-
-
 _GATHERS: dict[Any, Any] = {
     aten.index.Tensor: _index,
     aten.embedding.default: _embedding,
-    aten.index_select.default: _index_select,
+    aten.index_select.default: lambda table, axis, index: (table, axis % table.meta["val"].dim(), [index]),
 }

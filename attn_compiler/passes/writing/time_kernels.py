@@ -55,7 +55,9 @@ def time_kernels(
             continue
         target = targets[spec.device]
         among = _taking(spec, target, timed.lowerings_for(spec, target, decision.lowering))
-        device = _device(mirror, site)
+        node = mirror.dynamo_node(site.match.out)
+        value = None if node is None else node.meta.get("example_value")
+        device = value.device if isinstance(value, torch.Tensor) else None
         if len(among) < 2 or device is None or target != Target.current(str(device)):
             continue
         measured = _measured(unit, mirror, site, spec, target, among, device, store)
@@ -92,12 +94,6 @@ def _taking(spec: AttentionSpec, target: Target, names: tuple[str, ...]) -> tupl
         )
         and not lowerings.cannot_build(low.name, spec, target)
     )
-
-
-def _device(mirror: Mirror, site: Site) -> torch.device | None:
-    node = mirror.dynamo_node(site.match.out)
-    value = None if node is None else node.meta.get("example_value")
-    return value.device if isinstance(value, torch.Tensor) else None
 
 
 def _measured(

@@ -28,7 +28,8 @@ def hatching() -> Markup:
 
 def drawing(grid: Grid, title: str, identity: str) -> Markup:
     """Draw the tiles of a mask's grid as an SVG. identity: prefix of the ids in this SVG, unique in its page."""
-    width, height = _sizes(grid)
+    longest = max(grid.seqlen_q, grid.seqlen_kv)
+    width, height = (max(_LONG * length / longest, _SHORT) for length in (grid.seqlen_kv, grid.seqlen_q))
     parts = [
         element("title", title, id=f"{identity}-title"),
         element("desc", description(grid), id=f"{identity}-words"),
@@ -87,12 +88,6 @@ def _swatch(kind: int) -> Markup:
     return element(
         "svg", *inside, _rect(0, 0, 14, 14, "frame"), viewBox="-1 -1 16 16", aria_hidden="true", class_="swatch"
     )
-
-
-def _sizes(grid: Grid) -> tuple[float, float]:
-    """Return width and height in proportion to keys and queries, as far as that is visible."""
-    longest = max(grid.seqlen_q, grid.seqlen_kv)
-    return tuple(max(_LONG * length / longest, _SHORT) for length in (grid.seqlen_kv, grid.seqlen_q))  # type: ignore[return-value]
 
 
 def _tiles(grid: Grid, kind: int, width: float, height: float) -> Iterator[str]:

@@ -63,20 +63,16 @@ def grid_of(mask: Drawable) -> Grid:
     for some, every, share in _tile_rows(mask, tile, points):
         rows += [tuple(row) for row in (some.to(torch.int64) + every.to(torch.int64)).tolist()]
         taking_part += share
+    queries, keys = (_spread(length, min(length, _CELLS)) for length in (mask.seqlen_q, mask.seqlen_kv))
     return Grid(
         seqlen_q=mask.seqlen_q,
         seqlen_kv=mask.seqlen_kv,
-        cells=_cells(mask),
+        cells=tuple(tuple(row) for row in _allowed(mask, queries, keys).tolist()),
         tile=tile,
         tiles=tuple(rows),
         share=taking_part / (mask.seqlen_q * mask.seqlen_kv),
         exact=points == tile,
     )
-
-
-def _cells(mask: Drawable) -> tuple[tuple[bool, ...], ...]:
-    queries, keys = (_spread(length, min(length, _CELLS)) for length in (mask.seqlen_q, mask.seqlen_kv))
-    return tuple(tuple(row) for row in _allowed(mask, queries, keys).tolist())
 
 
 def _spread(length: int, count: int) -> torch.Tensor:

@@ -145,14 +145,10 @@ def _parameters(compiled: Any, values: Sequence[Any], given: dict[int, int]) -> 
                 return None
             found.append((bits, given.get(i)))
     # Triton adds two parameters: for a kernel's own memory and for a profiler.
-    return found if _declared(compiled) == len(found) + 2 else None
-
-
-def _declared(compiled: Any) -> int:
-    """Return how many parameters the kernel's code declares."""
     code = compiled.asm["ptx"]
     begin = code.index(".entry")
-    return len(_PARAMETER.findall(code[begin : code.index(")", begin)]))
+    declared = _PARAMETER.findall(code[begin : code.index(")", begin)])
+    return found if len(declared) == len(found) + 2 else None
 
 
 def _flat(kind: Any, value: Any) -> Iterator[tuple[str, Any]]:

@@ -76,7 +76,9 @@ class _Text:
 def flat(kernel: Any, arguments: Arguments) -> FlatLaunch:
     """Return the launch of a kernel as Inductor takes it."""
     tensors = {name: source for name, source in arguments.tensors.items() if source is not None}
-    writer = _Writer(_constants(kernel))
+    parameters = inspect.signature(kernel.fn).parameters.values()
+    # Interpreted kernels say only in annotations what they are compiled for.
+    writer = _Writer({parameter.name for parameter in parameters if "constexpr" in str(parameter.annotation)})
     taken = as_taken(kernel.arg_names, arguments.numbers)
     given = [name if name in tensors else writer.written(name, taken.get(name)) for name in kernel.arg_names]
     text = _Text(
@@ -89,12 +91,6 @@ def flat(kernel: Any, arguments: Arguments) -> FlatLaunch:
         tile=arguments.tile,
     )
     return FlatLaunch(kernel=_made(text), tensors=tensors, numbers=writer.numbers)
-
-
-def _constants(kernel: Any) -> set[str]:
-    """Return the parameters that a kernel is compiled for. Interpreted kernels have them only in their annotations."""
-    parameters = inspect.signature(kernel.fn).parameters.values()
-    return {parameter.name for parameter in parameters if "constexpr" in str(parameter.annotation)}
 
 
 class _Writer:

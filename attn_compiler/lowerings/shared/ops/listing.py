@@ -16,11 +16,10 @@ from functools import reduce
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from attn_compiler.lowerings.shared.ops.leaf_ops import late
 from attn_compiler.torch_private.op_library import register_helper
-
-Tensor = torch.Tensor
 
 #: numbers in front of a list: how many tiles need the mask, then first and end of the run of tiles that don't
 HEAD = 3

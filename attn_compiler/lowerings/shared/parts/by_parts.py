@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from attn_compiler.lowerings.base import Lowering
 from attn_compiler.lowerings.shared.parts import site_parts
-from attn_compiler.lowerings.shared.parts.site_parts import Parts
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.target import Target
 
@@ -13,7 +12,4 @@ class ByParts(Lowering):
     """A family that inherits it names the parts that its kernels take in its `Takes`."""
 
     def reads_pairs(self, spec: AttentionSpec, target: Target) -> bool:
-        return spec.has_pairs and bool(self._parts(spec).kinds & {"mask", "bias"})
-
-    def _parts(self, spec: AttentionSpec) -> Parts:
-        return site_parts.parts(spec)
+        return spec.has_pairs and bool(site_parts.parts(spec).kinds & {"mask", "bias"})

@@ -19,7 +19,6 @@ from attn_compiler.torch_private.substitution import Decided
 
 if TYPE_CHECKING:
     from attn_compiler.passes.matching.linear.running import Proposed
-    from attn_compiler.passes.matching.linear.source import Source
 
 #: the functions found so far; a template until a call is traced, since most processes call none of them
 _PROPOSED: dict[types.FunctionType, Proposed | Template] = {}
@@ -58,16 +57,12 @@ def _proposed(function: types.FunctionType, template: Template) -> Proposed:
     read = source.read(function)
     code = function.__code__
     return Proposed(
-        name=_named(function, read),
+        name=f"{function.__module__}:{function.__qualname__}#{read.digest}",
         own=function,
         template=template,
         text=read,
         source=f"{code.co_filename.replace(chr(92), '/').rpartition('/')[2]}:{code.co_firstlineno}",
     )
-
-
-def _named(function: types.FunctionType, read: Source) -> str:
-    return f"{function.__module__}:{function.__qualname__}#{read.digest}"
 
 
 def _substitute(function: types.FunctionType, template: Template) -> None:

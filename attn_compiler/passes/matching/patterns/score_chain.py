@@ -189,7 +189,9 @@ def _scale(scores: Scores, step: Step, factor: float) -> None:
 
 def _runtime_scale(scores: Scores, step: steps.RuntimeScale) -> None:
     scaled = Scaled(by=step.by, divide=step.divide, dims=scores.dims, used=step.node)
-    if _widens_float16(step):
+    # A kernel multiplies q in its own dtype: a product that fits float32 may be infinite in float16.
+    before, after = views.value(step.source).dtype, views.value(step.node).dtype
+    if before == torch.float16 and after != before:
         scores.unusual("a run-time scale in a wider dtype than the float16 scores")
     if not (scores.is_changed or scores.additive or scores.masked_at or scores.sinks is not None):
         scores.factors.append(scaled)
@@ -200,12 +202,6 @@ def _runtime_scale(scores: Scores, step: steps.RuntimeScale) -> None:
         return
     scores.factors.append(scaled)
     scores.unusual("a run-time scale after other score changes")
-
-
-def _widens_float16(step: steps.RuntimeScale) -> bool:
-    """Return whether the scale widens float16. A kernel multiplies q in q's dtype, where a product that fits float32 may be infinite."""
-    before, after = views.value(step.source).dtype, views.value(step.node).dtype
-    return before == torch.float16 and after != before
 
 
 def _change(scores: Scores, step: steps.Change) -> None:

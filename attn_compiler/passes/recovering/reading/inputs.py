@@ -45,7 +45,8 @@ class BodyInputs:
             return None
         above = self._reader_of(call.unit)
         argument = _argument(call, above, reader.mirror.dynamo_node(node))
-        when = _when(call, above)
+        # Writes of the call come after its first mirror node.
+        when = min((above.mirror.order(n) for n in above.mirror.owned(call.node)), default=None)
         if argument is None or when is None or above.varies(argument) or not are_alike(argument, node):
             return None
         try:
@@ -57,11 +58,6 @@ class BodyInputs:
         indices = {load.tensor for index in at for load in ix.loads(index)}
         names = {load.tensor for load in ix.loads(element)}
         return element, {name: above.tensors[name] for name in names if name in above.tensors or name not in indices}
-
-
-def _when(call: BodyCall, above: Reader) -> int | None:
-    """Return the place of the call among the caller's mirror nodes, or None. Writes of the call come after it."""
-    return min((above.mirror.order(n) for n in above.mirror.owned(call.node)), default=None)
 
 
 def _argument(call: BodyCall, above: Reader, placeholder: fx.Node | None) -> fx.Node | None:

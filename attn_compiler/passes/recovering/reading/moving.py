@@ -47,11 +47,6 @@ def _unsqueezed(node: fx.Node, source: fx.Node, at: At) -> At | None:
     return None if dim is None else at[: dim % len(at)] + at[dim % len(at) + 1 :]
 
 
-def _reshaped(node: fx.Node, source: fx.Node, at: At) -> At | None:
-    """Axes that are split or merged need known sizes, except the outermost of each group."""
-    return reindexed(at, fake(node), fake(source))
-
-
 def reindexed(at: At, value: torch.Tensor, other: torch.Tensor) -> At | None:
     """Return the indices in `other` of the element of `value` at `at`, if one is a reshape of the other; None if unknown."""
     mine = [(i, s) for i, s in zip(at, axes.shape_exprs(value), strict=True) if s != axes.ONE]
@@ -350,7 +345,10 @@ _SPLITS = (
 
 READERS: dict[object, ReadOp] = {
     **dict.fromkeys(PERMUTES, _by_indices(_permuted)),
-    **dict.fromkeys((*RESHAPES, *SQUEEZES), _by_indices(_reshaped)),
+    # Axes that are split or merged need known sizes, except the outermost of each group.
+    **dict.fromkeys(
+        (*RESHAPES, *SQUEEZES), _by_indices(lambda node, source, at: reindexed(at, fake(node), fake(source)))
+    ),
     **dict.fromkeys(EXPANDS, _by_indices(_expanded)),
     **dict.fromkeys((aten.repeat.default, aten.tile.default), _by_indices(_repeated)),
     **dict.fromkeys((aten.slice.Tensor, aten.narrow.default), _by_indices(_slice)),
