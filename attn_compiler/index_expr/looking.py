@@ -41,9 +41,9 @@ def ordered(x: Expr, below: Callable[[Expr], tuple[Expr, ...]] = parts) -> list[
     return list(found.values())
 
 
-def mentions(x: Expr, index: Index) -> bool:
-    """Return True if the index occurs anywhere in x."""
-    return index.name in x.facts.indices
+def mentions(x: Expr, *indices: Index) -> bool:
+    """Return True if one of the indices occurs anywhere in x."""
+    return any(index.name in x.facts.indices for index in indices)
 
 
 def sizes(x: Expr) -> frozenset[str]:

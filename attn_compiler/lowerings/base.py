@@ -280,6 +280,16 @@ class Lowering(Protocol):
         raise TypeError(f"{self.name} gives no lse: its why_not refuses a spec whose lse is read")
 
 
+class Anywhere(Lowering):
+    """Base of what runs on any machine, and reads q, k and v in any layout."""
+
+    def unavailable(self, target: Target) -> list[Reason]:
+        return []
+
+    def demand(self, spec: AttentionSpec) -> LayoutDemand:
+        return LayoutDemand(last_stride_one=False)
+
+
 def first_two(emitter: Emitter, outputs: fx.Node) -> tuple[fx.Node, fx.Node]:
     """Return the output and the lse of a leaf op."""
     return emitter.call(operator.getitem, outputs, 0), emitter.call(operator.getitem, outputs, 1)

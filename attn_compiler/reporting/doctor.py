@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import os
 import platform
 import subprocess
@@ -26,6 +25,7 @@ from attn_compiler.spec.target import (
     Target,
     cudnn_version,
     cudnn_words,
+    version_of,
 )
 from attn_compiler.spec.tried import not_tried
 
@@ -118,7 +118,7 @@ def machine_facts(torch_advice: str | None = None, gains: Mapping[str, str] | No
     own_graphs = f"optional: {INSTALL[CUDNN_FRONTEND_DISTRIBUTION]} for cuDNN's own graphs"
     flash = f"optional, on Hopper and Blackwell: {INSTALL[FLASH_ATTN_4_DISTRIBUTION]}"
     return (
-        Fact(name="attn_compiler", value=_version("attn_compiler")),
+        Fact(name="attn_compiler", value=version_of("attn_compiler") or "not installed"),
         Fact(name="Python", value=platform.python_version()),
         Fact(name="CPU", value=f"{cpu_name()}, torch uses {wording.counted(torch.get_num_threads(), 'thread')}"),
         Fact(name="torch", value=str(torch.__version__), advice=torch_advice),
@@ -192,16 +192,9 @@ def _alike(found: Sequence[Availability]) -> dict[tuple[tuple[str, ...], tuple[R
     return alike
 
 
-def _version(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
-
-
 def _package(distribution: str, advice: str) -> Fact:
-    version = _version(distribution)
-    return Fact(name=distribution, value=version, advice=advice if version == "not installed" else None)
+    version = version_of(distribution)
+    return Fact(name=distribution, value=version or "not installed", advice=None if version else advice)
 
 
 def _triton() -> Fact:

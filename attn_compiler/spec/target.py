@@ -80,11 +80,11 @@ class Target:
             cudnn=cudnn_version() if has_gpu else 0,
             torch=str(torch_module.__version__),
             triton=triton,
-            cudnn_frontend=_version(CUDNN_FRONTEND_DISTRIBUTION) if has_gpu else "",
+            cudnn_frontend=version_of(CUDNN_FRONTEND_DISTRIBUTION) if has_gpu else "",
             disabled=_disabled_kernels(),
             deterministic=torch_module.are_deterministic_algorithms_enabled(),
             triton_interpreted=TRITON_INTERPRETED,
-            flash_attn_4=_version(FLASH_ATTN_4_DISTRIBUTION) if has_gpu else "",
+            flash_attn_4=version_of(FLASH_ATTN_4_DISTRIBUTION) if has_gpu else "",
             mixed_gpus=has_gpu and _has_mixed_gpus(),
             processors=torch_module.cuda.get_device_properties(parsed).multi_processor_count if has_gpu else 0,
             ptxas=hopper_assembler(triton).version if major == _HOPPER else "",
@@ -204,11 +204,12 @@ def _has_mixed_gpus() -> bool:
 
 
 def _triton_version() -> str:
-    return next(filter(None, map(_version, TRITON_DISTRIBUTIONS)), "")
+    return next(filter(None, map(version_of, TRITON_DISTRIBUTIONS)), "")
 
 
 @functools.cache
-def _version(distribution: str) -> str:
+def version_of(distribution: str) -> str:
+    """Return the version of an installed distribution; "" if it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

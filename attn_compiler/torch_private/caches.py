@@ -5,7 +5,6 @@ Our files join `torch.compiler.save_cache_artifacts`.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import platform
 import sys
@@ -14,6 +13,8 @@ from typing import Any
 
 import torch
 from torch.compiler._cache import CacheArtifactManager
+
+from attn_compiler.spec.target import version_of
 
 #: libraries that decide if a kernel can be built, beside those that `Target` names
 _BUILDERS = ("nvidia-cutlass-dsl", "apache-tvm-ffi", "quack-kernels")
@@ -40,7 +41,7 @@ def state(devices: Iterable[torch.device]) -> dict[str, Any]:
         "python": [sys.version, sys.getrecursionlimit()],
         "machine": [platform.machine(), torch.backends.cpu.get_cpu_capability()],
         "torch": [str(torch.__version__), torch.version.git_version, torch.version.cuda, torch.version.hip],
-        "builders": [_version(name) for name in _BUILDERS],
+        "builders": [version_of(name) for name in _BUILDERS],
         "gpus": sorted({torch.cuda.get_device_name(device) for device in gpus}),
         "grad": [torch.is_grad_enabled(), torch.is_inference_mode_enabled()],
         "autocast": [
@@ -83,13 +84,6 @@ def state(devices: Iterable[torch.device]) -> dict[str, Any]:
             ),
         ],
     }
-
-
-def _version(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def carry(path: str, data: Any) -> None:

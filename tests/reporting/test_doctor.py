@@ -130,7 +130,7 @@ def test_a_machine_without_a_driver_has_none(query: list[str]) -> None:
 
 @pytest.mark.parametrize(("version", "advised"), [("3.7.1", False), ("9.0.0", True)])
 def test_a_newer_triton_than_was_tried_is_said(version: str, advised: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_version", lambda distribution: version)
+    monkeypatch.setattr(doctor, "version_of", lambda distribution: version)
     advice = {fact.name: fact.advice for fact in doctor.machine_facts()}["triton"]
     assert (advice is not None and advice.startswith("triton 9.0 was not tried")) is advised
 

@@ -24,7 +24,6 @@ from attn_compiler.index_expr.on_nodes import Names
 from attn_compiler.lowerings.base import Emitter, Operands
 from attn_compiler.lowerings.decode import plan as decode_plan
 from attn_compiler.lowerings.shared.parts import latents, part_tensors
-from attn_compiler.lowerings.shared.parts.intervals import mentions_any
 from attn_compiler.lowerings.shared.parts.site_parts import Parts
 from attn_compiler.spec import chosen_keys, dims, reads
 from attn_compiler.spec.attention import AttentionSpec, TensorSpec
@@ -48,7 +47,7 @@ def chosen_of(spec: AttentionSpec) -> Chosen | None:
     chosen, score = spec.mask.chosen, spec.score
     if chosen is None or spec.stored is not None or not _are_few(spec, chosen) or not _says_all(spec.mask):
         return None
-    if spec.latent is not None and any(mentions_any(x, H) for x in chosen.at):
+    if spec.latent is not None and any(ix.mentions(x, H) for x in chosen.at):
         return None
     is_lost = reads.names_in(Load(chosen.tensor, chosen.at, "int")) & set(spec.mask.out_of_reach)
     if is_lost or score.proved or score.bias is not None or not _is_by_group(spec, chosen):
@@ -102,7 +101,7 @@ def _says_all(mask: MaskSpec) -> bool:
 
 def _is_by_group(spec: AttentionSpec, chosen: Chosen) -> bool:
     """Return whether all heads that share a key have the same indices."""
-    if any(mentions_any(x, K) for x in chosen.at):
+    if any(ix.mentions(x, K) for x in chosen.at):
         return False
     return all(x.facts.indices.isdisjoint({"h"}) or _is_of_groups(x, spec) for x in chosen.at)
 
@@ -146,7 +145,7 @@ class _Gathering:
         self._given = operands
         self._chosen = chosen
         self._device = emitter.value(operands.q).device
-        self.by_head = any(mentions_any(x, H) for x in chosen.at)
+        self.by_head = any(ix.mentions(x, H) for x in chosen.at)
         self.queries = decode_plan.known(spec.seqlen_q)
         further = 2 if self.by_head else 1
         row = self._once("chosen rows", lambda: self._count(self._rows, further))

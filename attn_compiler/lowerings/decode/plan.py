@@ -11,8 +11,9 @@ import functools
 from dataclasses import dataclass
 from typing import Literal
 
+from attn_compiler import index_expr as ix
 from attn_compiler.lowerings.shared.parts import site_parts
-from attn_compiler.lowerings.shared.parts.intervals import Q, mentions_any
+from attn_compiler.lowerings.shared.parts.intervals import Q
 from attn_compiler.lowerings.shared.parts.site_parts import Parts
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.codec import Coded
@@ -142,7 +143,7 @@ def plan_of(call: DecodeCall) -> DecodePlan:
         v_scale=call.spec.stored is not None and call.spec.stored.v_scaled,
         rope=call.of_latent and call.spec.latent is not None and call.spec.latent.rope is not None,
         bounds_of="batch" if not bounds else "row" if call.by_head else "batch" if call.spec.seqlen_q == 1 else "query",
-        begin_alike="unknown" if lower is not None and mentions_any(lower, Q) else "yes",
+        begin_alike="unknown" if lower is not None and ix.mentions(lower, Q) else "yes",
         means=None if not means else "finite" if call.spec.adds_unread else "all",
     )
 

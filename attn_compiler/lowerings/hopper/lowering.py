@@ -7,7 +7,6 @@ Imports no Triton: a site is described, decided and rewritten on machines that h
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 
 import torch
 from torch import fx
@@ -85,7 +84,7 @@ def _read_by_forward(emitter: Emitter, call: HopperCall, operands: Operands) -> 
     made = part_tensors.emit(emitter, call.spec, operands, call.tiles, ordered=call.ordered)
     named = dict(zip(call.parts.operands, made, strict=True))
     read = [node for name, node in named.items() if name != "tiles_by_key"]
-    return [*read, *_further(further_operands, emitter, call, operands, named)]
+    return [*read, *_further(emitter, call, operands, named, by_key=False)]
 
 
 def _read_by_backward(emitter: Emitter, call: HopperCall, operands: Operands) -> list[fx.Node]:
@@ -97,34 +96,24 @@ def _read_by_backward(emitter: Emitter, call: HopperCall, operands: Operands) ->
     made = part_tensors.emit(emitter, call.spec, operands, call.grad_tiles, ordered=call.ordered)
     named = dict(zip(call.parts.operands, made, strict=True))
     read = [named[name] for name in grad_operands(call.spec) if name in named]
-    return [*read, *_further(further_grad_operands, emitter, call, operands, named)]
+    return [*read, *_further(emitter, call, operands, named, by_key=True)]
 
 
 def _further(
-    make: Callable[[Emitter, Plan, dict[str, fx.Node], tuple[Size, Size]], list[fx.Node]],
-    emitter: Emitter,
-    call: HopperCall,
-    operands: Operands,
-    named: dict[str, fx.Node],
+    emitter: Emitter, call: HopperCall, operands: Operands, named: dict[str, fx.Node], *, by_key: bool
 ) -> list[fx.Node]:
-    """Call `make` with the lengths, which are emitted only for sites with such operands."""
+    """Emit `further_operands`, and the lengths only for sites that have some."""
     if not mask_bits.is_there(call.parts) and not added.is_there(call.parts):
         return []
-    return make(emitter, call.parts, named, part_tensors.lengths(emitter, call.spec, operands))
+    lengths = part_tensors.lengths(emitter, call.spec, operands)
+    return further_operands(emitter, call.parts, named, lengths, by_key=by_key)
 
 
 def further_operands(
-    emitter: Emitter, plan: Plan, named: dict[str, fx.Node], lengths: tuple[Size, Size]
+    emitter: Emitter, plan: Plan, named: dict[str, fx.Node], lengths: tuple[Size, Size], *, by_key: bool
 ) -> list[fx.Node]:
     """Emit this family's own operands: a dense mask as bits, and the added tensor that the copy engine reads. named: the plan's operands.
-    lengths: of queries and of keys."""
-    bits = [mask_bits.emit(emitter, named["mask"], lengths[1])] if mask_bits.is_there(plan) else []
-    return [*bits, *([added.emit(emitter, plan, named, lengths)] if added.is_there(plan) else [])]
-
-
-def further_grad_operands(
-    emitter: Emitter, plan: Plan, named: dict[str, fx.Node], lengths: tuple[Size, Size]
-) -> list[fx.Node]:
-    """Emit the same for the backward, whose bits are by key."""
-    bits = [mask_bits.emit_by_key(emitter, named["mask"], lengths[0])] if mask_bits.is_there(plan) else []
+    lengths: of queries and of keys. by_key: the backward's bits."""
+    emit, length = (mask_bits.emit_by_key, lengths[0]) if by_key else (mask_bits.emit, lengths[1])
+    bits = [emit(emitter, named["mask"], length)] if mask_bits.is_there(plan) else []
     return [*bits, *([added.emit(emitter, plan, named, lengths)] if added.is_there(plan) else [])]

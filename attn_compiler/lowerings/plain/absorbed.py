@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands
+from attn_compiler.lowerings.base import Anywhere, Emitter, Operands
 from attn_compiler.lowerings.plain import plain_math
 from attn_compiler.lowerings.plain.takes import ABSORBED
 from attn_compiler.lowerings.shared.limits import mask_limits
@@ -23,13 +23,10 @@ from attn_compiler.spec.dtypes import computed_in
 from attn_compiler.spec.target import Target
 
 
-class Absorbed(Lowering):
+class Absorbed(Anywhere):
     """The sites that plain math takes, with few queries over a latent, without gradients."""
 
     name = "absorbed"
-
-    def unavailable(self, target: Target) -> list[Reason]:
-        return []
 
     def cannot_package(self) -> list[Reason]:
         return []
@@ -41,10 +38,6 @@ class Absorbed(Lowering):
             if spec.latent is None
             else [*reasons, *refused(ABSORBED, spec), *mask_limits.check_one_tensor(spec)]
         )
-
-    def demand(self, spec: AttentionSpec) -> LayoutDemand:
-        """Neither k nor v is read."""
-        return LayoutDemand(last_stride_one=False)
 
     def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
         latent = spec.latent

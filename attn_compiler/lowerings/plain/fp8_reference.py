@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands, check_fp8_inputs
+from attn_compiler.lowerings.base import Anywhere, Emitter, Operands, check_fp8_inputs
 from attn_compiler.lowerings.fp8 import limits, quantise, restoring, visible_keys
 from attn_compiler.lowerings.plain import reference
 from attn_compiler.lowerings.shared.limits import common as shared_limits
@@ -30,20 +30,14 @@ TILE = 128
 WEIGHT = 2.0**8
 
 
-class ReferenceFp8(Lowering):
+class ReferenceFp8(Anywhere):
     """`attn_compiler::reference_fp8`: its operands are those of fp8/quantise.py, and then the reference's."""
 
     name = "reference_fp8"
 
-    def unavailable(self, target: Target) -> list[Reason]:
-        return []
-
     def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
         fp8 = [*limits.check_recipe(spec), *check_fp8_inputs(spec), *limits.check_shapes(spec)]
         return [*fp8, *shared_limits.check_not_empty(spec), *reference.check_site(spec)]
-
-    def demand(self, spec: AttentionSpec) -> LayoutDemand:
-        return LayoutDemand(last_stride_one=False)
 
     def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
         rounded = quantise.emit(emitter, spec, operands, seen=visible_keys.emit(emitter, spec, operands))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands, first_two
+from attn_compiler.lowerings.base import Anywhere, Emitter, Operands, first_two
 from attn_compiler.lowerings.graph_ops.merging import as_part
 from attn_compiler.lowerings.plain.takes import MATH
 from attn_compiler.lowerings.shared.limits import mask_limits
@@ -27,22 +27,16 @@ from attn_compiler.spec.target import Target
 aten = torch.ops.aten
 
 
-class PlainMath(Lowering):
+class PlainMath(Anywhere):
     """All sites but those with returned weights or with score changes and masks of no known kind; any device, any layout."""
 
     name = "math"
-
-    def unavailable(self, target: Target) -> list[Reason]:
-        return []
 
     def cannot_package(self) -> list[Reason]:
         return []
 
     def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
         return [*refused(MATH, spec), *mask_limits.check_one_tensor(spec)]
-
-    def demand(self, spec: AttentionSpec) -> LayoutDemand:
-        return LayoutDemand(last_stride_one=False)
 
     def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
         operands = unused.cleared(emitter, spec, operands)

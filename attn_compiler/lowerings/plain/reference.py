@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from attn_compiler.lowerings.base import Emitter, LayoutDemand, Lowering, Operands, first_two
+from attn_compiler.lowerings.base import Anywhere, Emitter, Operands, first_two
 from attn_compiler.lowerings.plain.plain_math import handed_to_merge
 from attn_compiler.lowerings.plain.takes import REFERENCE
 from attn_compiler.lowerings.shared.limits import mask_limits
@@ -33,19 +33,13 @@ from attn_compiler.spec.target import Target
 Tensors = Sequence[torch.Tensor]
 
 
-class Reference(Lowering):
+class Reference(Anywhere):
     """`attn_compiler::reference` (ops.py): every spec without dropout and returned weights."""
 
     name = "reference"
 
-    def unavailable(self, target: Target) -> list[Reason]:
-        return []
-
     def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
         return check_site(spec)
-
-    def demand(self, spec: AttentionSpec) -> LayoutDemand:
-        return LayoutDemand(last_stride_one=False)
 
     def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
         return emitter.call(operator.getitem, _outputs(emitter, spec, operands), 0)

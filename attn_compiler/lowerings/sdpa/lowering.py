@@ -48,8 +48,8 @@ class _Pinned(Lowering, ABC):
     kernel: str
     takes: Takes
 
-    @abstractmethod
-    def unavailable(self, target: Target) -> list[Reason]: ...
+    def unavailable(self, target: Target) -> list[Reason]:
+        return check_gpu(self.takes, target) or limits.check_switch(self.kernel, target)
 
     @abstractmethod
     def _limits(self, spec: AttentionSpec, target: Target) -> list[Reason]:
@@ -60,6 +60,9 @@ class _Pinned(Lowering, ABC):
 
     def cannot_package(self) -> list[Reason]:
         return []
+
+    def demand(self, spec: AttentionSpec) -> LayoutDemand:
+        return LayoutDemand(alignment=_CUDA_ALIGNMENT)
 
     def why_not(self, spec: AttentionSpec, target: Target) -> list[Reason]:
         # Without such a machine all other checks would go by a wrong architecture.
@@ -124,10 +127,6 @@ class SdpaFlash(_Pinned):
     kernel = "flash"
     takes = FLASH
 
-    def unavailable(self, target: Target) -> list[Reason]:
-        gpu = check_gpu(self.takes, target)
-        return gpu or limits.check_switch(self.kernel, target)
-
     def _limits(self, spec: AttentionSpec, target: Target) -> list[Reason]:
         return [*self._check_backward(spec, target), *self._check_causal(spec)]
 
@@ -154,9 +153,6 @@ class SdpaFlash(_Pinned):
         if seqlen_q == 1 or (isinstance(seqlen_q, int) and seqlen_q <= dims.range_of(spec, seqlen_kv)[0]):
             return []
         return [mask_limits.lengths_reason(spec, "with a causal mask from the bottom right, no more queries than keys")]
-
-    def demand(self, spec: AttentionSpec) -> LayoutDemand:
-        return LayoutDemand(alignment=_CUDA_ALIGNMENT)
 
     def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
         spec = self.with_flag(spec, emitter.target)
@@ -186,10 +182,6 @@ class SdpaEfficient(_Pinned):
     kernel = "efficient"
     takes = EFFICIENT
 
-    def unavailable(self, target: Target) -> list[Reason]:
-        gpu = check_gpu(self.takes, target)
-        return gpu or limits.check_switch(self.kernel, target)
-
     def _limits(self, spec: AttentionSpec, target: Target) -> list[Reason]:
         return [
             *(limits.check_grid(spec) if spec.score.dropout_p else ()),
@@ -201,9 +193,6 @@ class SdpaEfficient(_Pinned):
 
     def _taken(self, target: Target) -> Takes:
         return self.takes if target.sm >= 80 else EFFICIENT_BEFORE_SM80
-
-    def demand(self, spec: AttentionSpec) -> LayoutDemand:
-        return LayoutDemand(alignment=_CUDA_ALIGNMENT)
 
     def emit(self, emitter: Emitter, spec: AttentionSpec, operands: Operands) -> fx.Node:
         spec = self.with_flag(spec, emitter.target)

@@ -99,6 +99,12 @@ class Mirror:
     def owner(self, node: fx.Node) -> fx.Node | None:
         return self._owners.get(node)
 
+    def first_name(self, node: fx.Node) -> fx.Node:
+        """Return the node of a tensor before a chain of in-place ops wrote to it."""
+        while (written := mutation.returned(node)) is not None and self.dynamo_node(written) is not None:
+            node = written
+        return node
+
     def owned(self, dynamo_node: fx.Node) -> list[fx.Node]:
         """Return the nodes that the execution of a Dynamo node made."""
         return self._owned.get(dynamo_node, [])

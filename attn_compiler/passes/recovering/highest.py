@@ -69,7 +69,7 @@ def _added(mirror: Mirror, match: Match, reader: Reader) -> Expr | None:
         added = ix.decide(divide(read, within), within)
     except (Unreadable, RecursionError):
         return None
-    return None if term.weight != 1.0 or any(ix.mentions(added, Index(name)) for name in "hq") else added
+    return None if term.weight != 1.0 or ix.mentions(added, *map(Index, "hq")) else added
 
 
 def _lowest_step(x: Expr) -> float | None:

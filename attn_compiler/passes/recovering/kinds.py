@@ -51,11 +51,7 @@ def _without(form: Linear, *indices: tuple[Index, int]) -> Linear | None:
         if factors.get(index) != factor:
             return None
         form = ix.combine(form, ix.linear(index), -factor)
-    return None if _mentions(form, Q, K, H) else form
-
-
-def _mentions(x: Expr, *indices: Index) -> bool:
-    return any(ix.mentions(x, index) for index in indices)
+    return None if ix.mentions(form, Q, K, H) else form
 
 
 def _plain(form: Linear) -> Expr:
@@ -114,17 +110,13 @@ def _key_bound(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> MaskKind | No
 def _key_padding(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> MaskKind | None:
     """Recognise any condition on a tensor's element for the key: attention_mask[b, k] ≠ 0, or token_type_ids[b, k] = 1."""
     reads_keys = any(ix.mentions(load, K) for load in ix.loads(part))
-    return masks.KeyPadding(condition=part) if reads_keys and not _mentions(part, Q, H) else None
-
-
-def _document(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> MaskKind | None:
-    return document(part)
+    return masks.KeyPadding(condition=part) if reads_keys and not ix.mentions(part, Q, H) else None
 
 
 def document(part: Expr) -> masks.Document | None:
     """Recognise f[b, q] = f[b, k], where f is read from tensors."""
     for query, key in _equal_sides(part):
-        if not _mentions(key, Q, H) and ix.substitute(key, K, Q) == query and any(ix.loads(key)):
+        if not ix.mentions(key, Q, H) and ix.substitute(key, K, Q) == query and any(ix.loads(key)):
             return masks.Document(of_key=key)
     return None
 
@@ -211,7 +203,7 @@ RECOGNISERS: tuple[Callable[[Expr, Linear, Linear], MaskKind | None], ...] = (
     _band,
     _key_bound,
     _chunked,
-    _document,
+    lambda part, *_: document(part),
     _prefix,
     _key_padding,
     _any_of,

@@ -64,10 +64,6 @@ def _kind(part: Summand) -> ProvedScore:
     return added_scores.BiasFormula(value=total((part,)))
 
 
-def _mentions(x: Expr, *indices: Index) -> bool:
-    return any(ix.mentions(x, index) for index in indices)
-
-
 # ---- ALiBi --------------------------------------------------------------------------------------------------------
 
 
@@ -76,13 +72,13 @@ def _alibi(part: Summand) -> ProvedScore | None:
     slopes: Expr = Const(float(part.weight))
     position: Expr | None = None
     for factor in _factors(part.value):
-        if not _mentions(factor, B, Q, K):
+        if not ix.mentions(factor, B, Q, K):
             slopes = ix.mul(slopes, factor)
-        elif position is None and not _mentions(factor, H):
+        elif position is None and not ix.mentions(factor, H):
             position = _whole(factor)
         else:
             return None
-    if position is None or not _mentions(slopes, H) or not _is_position(position):
+    if position is None or not ix.mentions(slopes, H) or not _is_position(position):
         return None
     return added_scores.Alibi(slopes=slopes, position=position)
 
@@ -111,7 +107,7 @@ def _whole(x: Expr) -> Expr | None:
 def _is_position(x: Expr) -> bool:
     """True if an integer is linear in k, linear in |k - q|, or read at run time for each key."""
     form = ix.linear(x)
-    of_key = [(term, factor) for term, factor in form.terms if _mentions(term, K)]
+    of_key = [(term, factor) for term, factor in form.terms if ix.mentions(term, K)]
     if not of_key:
         return False
     if len(of_key) == 1:
@@ -125,7 +121,7 @@ def _is_read_at_keys(x: Expr) -> bool:
     """True for integers that run-time tensors hold for each key, and for combinations of them."""
     match x:
         case Load(at=at, kind=kind):
-            return kind != "float" and all(i == K or not _mentions(i, K, Q) for i in at)
+            return kind != "float" and all(i == K or not ix.mentions(i, K, Q) for i in at)
         case Linear(terms=terms):
             return all(_is_read_at_keys(term) for term, _ in terms)
         case Apply(op="mul" | "where" | "and" | "or" | "not" | "min" | "max", args=args):
@@ -133,7 +129,7 @@ def _is_read_at_keys(x: Expr) -> bool:
         case ix.Test(form=form):
             return _is_read_at_keys(form)
         case _:
-            return not _mentions(x, K, Q)
+            return not ix.mentions(x, K, Q)
 
 
 def _difference(x: Expr) -> Linear | None:
@@ -144,7 +140,7 @@ def _difference(x: Expr) -> Linear | None:
         return None
     turned = ix.combine(Linear(()), form, factors[K])
     rest = ix.combine(turned, Linear(((K, 1), (Q, -1))), -1)
-    return None if _mentions(rest, Q, K, H) else turned
+    return None if ix.mentions(rest, Q, K, H) else turned
 
 
 # ---- tables -------------------------------------------------------------------------------------------------------
@@ -155,13 +151,13 @@ def _relative(part: Summand) -> ProvedScore | None:
     load = part.value
     if not isinstance(load, Load):
         return None
-    rows = [i for i in load.at if _mentions(i, Q, K)]
+    rows = [i for i in load.at if ix.mentions(i, Q, K)]
     distances = {d for row in rows for d in _differences(row)}
-    if len(rows) != 1 or len(distances) != 1 or any(_mentions(i, B) for i in load.at):
+    if len(rows) != 1 or len(distances) != 1 or any(ix.mentions(i, B) for i in load.at):
         return None
     row, distance = rows[0], distances.pop()
     # With k + q substituted for k, an index that depends on their difference alone mentions no query.
-    if _mentions(ix.substitute(row, K, ix.add(K, Q)), Q):
+    if ix.mentions(ix.substitute(row, K, ix.add(K, Q)), Q):
         return None
     plain = ix.add(distance, ix.ZERO)
     return added_scores.RelativeBias(
@@ -273,7 +269,7 @@ def _region(condition: Expr) -> Expr | None:
         form = _whole_sum(Apply("add", (equal.args[0], ix.mul(equal.args[1], Const(-1)))))
     else:
         return None
-    if form is None or form.const != 0 or _mentions(form, H):
+    if form is None or form.const != 0 or ix.mentions(form, H):
         return None
     of_key, of_query = (Linear(tuple(t for t in form.terms if ix.mentions(t[0], i))) for i in (K, Q))
     if ix.combine(of_key, of_query, 1) != form or not of_key.terms:

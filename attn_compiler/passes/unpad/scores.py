@@ -151,7 +151,9 @@ def _packed(site: Site, kind: ProvedScore) -> PackedScores:
             if by_distance is not None:
                 value = added_scores.Alibi(slopes=slopes, position=by_distance).summand
                 return _with_tensors(site, kind, value, counts_positions=True)
-            if _is_of_tokens(position):
+            # Places of keys count only in loads of (row, key), and besides them only numbers.
+            others = throughout(position, lambda x: ix.ZERO if isinstance(x, Load) and x.at == (B, K) else x)
+            if not others.facts.has_loads and not ix.mentions(others, B, Q, K):
                 return _with_tensors(site, kind, kind.summand, counts_positions=False)
     raise _refused(site, f"the scores are changed: {kind.words}")
 
@@ -173,12 +175,6 @@ def _by_distance(position: Expr) -> Expr | None:
 
 def _negated(form: Linear) -> Linear:
     return ix.combine(Linear(()), form, -1)
-
-
-def _is_of_tokens(position: Expr) -> bool:
-    """Return whether the keys' places count only in loads of (row, key), and besides them only numbers."""
-    others = throughout(position, lambda x: ix.ZERO if isinstance(x, Load) and x.at == (B, K) else x)
-    return not others.facts.has_loads and not any(ix.mentions(others, index) for index in (B, Q, K))
 
 
 def _with_tensors(site: Site, kind: ProvedScore, value: Expr, *, counts_positions: bool) -> PackedScores:

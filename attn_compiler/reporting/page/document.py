@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,7 @@ from attn_compiler.reporting.page import graphs
 from attn_compiler.reporting.page.drawing import hatching
 from attn_compiler.reporting.page.markup import Content, Markup, code, element, facts, joined, table
 from attn_compiler.reporting.page.sites import names
+from attn_compiler.spec.target import version_of
 
 if TYPE_CHECKING:
     from attn_compiler.reporting.facts import GraphReport
@@ -36,6 +36,8 @@ def page(reports: Sequence[GraphReport]) -> str:
         for own, record in graphs.records(report, identity):
             if isinstance(record, SiteReport):
                 first.setdefault(graphs.likeness(record), own)
+    # Without a version the package runs from its sources.
+    version = version_of("attn_compiler") or "of unknown version"
     lead = f"{wording.totals(reports)}." if reports else _NO_GRAPH
     body = (
         element("a", "Skip to the attentions", href="#attentions", class_="skip"),
@@ -49,7 +51,7 @@ def page(reports: Sequence[GraphReport]) -> str:
             element("p", f"{wording.without_attention(empty)}.", class_="aside") if empty else None,
             id="attentions",
         ),
-        element("footer", element("p", f"Made by attn_compiler {_version()}. How to read it: docs/reading.md.")),
+        element("footer", element("p", f"Made by attn_compiler {version}. How to read it: docs/reading.md.")),
     )
     head = element(
         "head",
@@ -61,14 +63,6 @@ def page(reports: Sequence[GraphReport]) -> str:
         element("style", Markup(_STYLE.read_text(encoding="utf-8"))),
     )
     return f"<!DOCTYPE html>\n{element('html', head, element('body', *body), lang='en')}\n"
-
-
-def _version() -> str:
-    try:
-        return metadata.version("attn_compiler")
-    except metadata.PackageNotFoundError:
-        # The package runs from its sources.
-        return "of unknown version"
 
 
 def _totals(reports: Sequence[GraphReport]) -> Markup | None:

@@ -205,12 +205,12 @@ lowerings/shared/parts/site_parts.py _slopes; triton: slopes of 2 k are those of
 
 triton: distances of the batch
 lowerings/shared/parts/site_parts.py _is_of_distance; triton: what depends on more is read by distance
-- if mentions_any(kind.summand, B) or not mentions_any(kind.summand, K):
+- if ix.mentions(kind.summand, B) or not ix.mentions(kind.summand, K):
 + if False:
 
 triton: not only of the distance
 lowerings/shared/parts/site_parts.py _is_of_distance; triton: what depends on both positions is read by distance
-- return not mentions_any(ix.substitute(kind.summand, K, ix.add(K, Q)), Q)
+- return not ix.mentions(ix.substitute(kind.summand, K, ix.add(K, Q)), Q)
 + return True
 
 triton: a mask of proved parts is dropped

@@ -15,7 +15,7 @@ from torch import Tensor
 from attn_compiler.lowerings.choice import head_parts
 from attn_compiler.lowerings.hopper import backward_launch, launch
 from attn_compiler.lowerings.hopper.kernels import backward_sm90, wide_backward_sm90, wide_values_sm90
-from attn_compiler.lowerings.hopper.lowering import further_grad_operands, further_operands
+from attn_compiler.lowerings.hopper.lowering import further_operands
 from attn_compiler.lowerings.hopper.ops import grad_operands as grad_operand_names
 from attn_compiler.lowerings.hopper.plan import (
     blocks_of,
@@ -79,7 +79,7 @@ def operands(problem: Problem) -> list[Tensor]:
     emitter: Any = kernel_problems.Eager()
     named: Any = problem.named
     with torch.no_grad():
-        further: list[Any] = further_operands(emitter, problem.plan, named, lengths)
+        further: list[Any] = further_operands(emitter, problem.plan, named, lengths, by_key=False)
     return [*found, *further]
 
 
@@ -89,7 +89,7 @@ def grad_operands(problem: Problem) -> list[Tensor]:
     named: Any = problem.named
     lengths = problem.q.shape[2], problem.k.shape[2]
     with torch.no_grad():
-        further: list[Any] = further_grad_operands(emitter, problem.plan, named, lengths)
+        further: list[Any] = further_operands(emitter, problem.plan, named, lengths, by_key=True)
     with planned(problem.plan):
         names = grad_operand_names(Call.from_text(problem.text).spec)
     return [*(problem.named[name] for name in names if name in problem.plan.operands), *further]

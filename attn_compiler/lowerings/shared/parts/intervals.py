@@ -30,7 +30,7 @@ class Interval:
     @property
     def is_length(self) -> bool:
         """Return whether it begins with the first key, and ends at the same one for all queries of a batch row."""
-        return self.lower is None and self.upper is not None and not mentions_any(self.upper, Q)
+        return self.lower is None and self.upper is not None and not ix.mentions(self.upper, Q)
 
 
 def band_of(kind: MaskKind, spec: AttentionSpec) -> Band | None:
@@ -73,10 +73,10 @@ def interval_of(kind: MaskKind) -> Interval | None:
 
 def _of_alternatives(alternatives: tuple[tuple[MaskKind, ...], ...]) -> Interval | None:
     """Rectangles and the like. Where all begin with the first key, the longest says it; else each query has to be in one of them alone."""
-    asked = [tuple(kind.condition for kind in kinds if not mentions_any(kind.condition, K)) for kinds in alternatives]
-    found = [_of_all(kind for kind in kinds if mentions_any(kind.condition, K)) for kinds in alternatives]
+    asked = [tuple(kind.condition for kind in kinds if not ix.mentions(kind.condition, K)) for kinds in alternatives]
+    found = [_of_all(kind for kind in kinds if ix.mentions(kind.condition, K)) for kinds in alternatives]
     intervals = [interval for interval in found if interval is not None]
-    if len(intervals) < len(found) or any(mentions_any(x, H) for conditions in asked for x in conditions):
+    if len(intervals) < len(found) or any(ix.mentions(x, H) for conditions in asked for x in conditions):
         return None
     here = [ix.apply("and", *conditions) for conditions in asked]
     uppers = [SEQLEN_KV if each.upper is None else each.upper for each in intervals]
@@ -131,9 +131,9 @@ def _contradict(a: Test, b: Test) -> bool:
 def _of_condition(condition: Expr) -> Interval | None:
     """Convert n · k <= f(b, q) or n · k >= f(b, q), where keys are every n-th of a sequence, or a condition on the query: k <=
     cache_position[q]."""
-    if mentions_any(condition, H):
+    if ix.mentions(condition, H):
         return None
-    if not mentions_any(condition, K):
+    if not ix.mentions(condition, K):
         return Interval(upper=ix.where(condition, SEQLEN_KV, ix.ZERO))
     if not isinstance(condition, Test) or condition.relation != ">=":
         return None
@@ -141,16 +141,12 @@ def _of_condition(condition: Expr) -> Interval | None:
     if not factor:
         return None
     rest = ix.add(ix.combine(condition.form, ix.linear(K), -factor), ix.ZERO)
-    if mentions_any(rest, K):
+    if ix.mentions(rest, K):
         return None
     times = ix.apply("floordiv", rest, Const(abs(factor)))
     if factor < 0:
         return Interval(upper=ix.add(times, ix.ONE))
     return Interval(lower=ix.mul(times, Const(-1)))
-
-
-def mentions_any(x: Expr, *indices: Index) -> bool:
-    return any(ix.mentions(x, index) for index in indices)
 
 
 def _of_two(op: str, a: Expr | None, b: Expr | None) -> Expr | None:

@@ -25,7 +25,6 @@ from attn_compiler.lowerings.shared.parts.intervals import (
     as_interval,
     band_of,
     interval_of,
-    mentions_any,
 )
 from attn_compiler.lowerings.shared.parts.kernel_plan import Band, Call, Plan
 from attn_compiler.spec import added_scores, dims, masks, reads
@@ -88,6 +87,8 @@ class Parts:
 def make_plan(spec: AttentionSpec) -> Plan:
     """Return the plan for a spec that the Triton lowering does not refuse."""
     found, sinks = parts(spec), spec.score.sinks
+    # For so few queries or keys, lists are not worth a kernel of their own.
+    most = ((dims.range_of(spec, spec.seqlen_q)[1], _FEW_QUERIES), (dims.range_of(spec, spec.seqlen_kv)[1], _FEW_KEYS))
     return Plan(
         band=found.band,
         rows=found.rows is not None,
@@ -103,7 +104,7 @@ def make_plan(spec: AttentionSpec) -> Plan:
         sinks_grad=sinks is not None and sinks.requires_grad and spec.needs_grad,
         dropout=spec.score.dropout_p > 0,
         needs_grad=spec.needs_grad,
-        few_pairs=_has_few_pairs(spec),
+        few_pairs=any(size is not None and size <= few for size, few in most),
     )
 
 
@@ -119,12 +120,6 @@ def with_band_as_rows(found: Parts) -> Parts:
     interval = as_interval(found.band)
     rows = interval if found.rows is None else found.rows.both(interval)
     return dataclasses.replace(found, band=None, rows=rows)
-
-
-def _has_few_pairs(spec: AttentionSpec) -> bool:
-    """Return whether there are so few queries or keys that lists, which take a kernel of their own, are not worth making."""
-    most = ((dims.range_of(spec, spec.seqlen_q)[1], _FEW_QUERIES), (dims.range_of(spec, spec.seqlen_kv)[1], _FEW_KEYS))
-    return any(size is not None and size <= few for size, few in most)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -213,13 +208,13 @@ class _Masking:
         if interval is not None:
             self.rows = interval if self.rows is None else self.rows.both(interval)
             return True
-        if isinstance(kind, masks.AnyOf) or mentions_any(kind.condition, Q, H):
+        if isinstance(kind, masks.AnyOf) or ix.mentions(kind.condition, Q, H):
             return False
         self.keys.append(kind.condition)
         return True
 
     def _add_document(self, of_key: Expr) -> bool:
-        if self.documents not in (None, of_key) or ix.kind_of(of_key) == "float" or mentions_any(of_key, Q, H):
+        if self.documents not in (None, of_key) or ix.kind_of(of_key) == "float" or ix.mentions(of_key, Q, H):
             return False
         self.documents = of_key
         return True
@@ -289,9 +284,9 @@ def _slopes(kind: ProvedScore, spec: AttentionSpec) -> Expr | None:
     if factor is None:
         return None
     rest = ix.combine(form, ix.linear(K), -factor)
-    if mentions_any(rest, K, H) or (spec.score.sinks is not None and rest != Linear(((Q, -factor),))):
+    if ix.mentions(rest, K, H) or (spec.score.sinks is not None and rest != Linear(((Q, -factor),))):
         return None
-    if mentions_any(kind.slopes, B, Q, K) or reads.names_in(kind.slopes) & set(spec.score.out_of_reach):
+    if ix.mentions(kind.slopes, B, Q, K) or reads.names_in(kind.slopes) & set(spec.score.out_of_reach):
         return None
     return ix.mul(ix.as_float(kind.slopes), Const(float(factor)))
 
@@ -300,10 +295,10 @@ def _is_of_distance(kind: ProvedScore, spec: AttentionSpec) -> bool:
     """Return whether a kind is a function of the head and of k - q that can be evaluated."""
     if isinstance(kind, added_scores.Bias) or reads.names(kind) & set(spec.score.out_of_reach):
         return False
-    if mentions_any(kind.summand, B) or not mentions_any(kind.summand, K):
+    if ix.mentions(kind.summand, B) or not ix.mentions(kind.summand, K):
         return False
     # A function of k - q alone has no q left once k is replaced by k + q.
-    return not mentions_any(ix.substitute(kind.summand, K, ix.add(K, Q)), Q)
+    return not ix.mentions(ix.substitute(kind.summand, K, ix.add(K, Q)), Q)
 
 
 # ---- expressions --------------------------------------------------------------------------------------------------

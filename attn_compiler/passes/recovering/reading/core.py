@@ -274,7 +274,7 @@ class Reader:
             return None
         reached, own = place
         before = None if reached == ix.TRUE else self.read_at(self.mirror.order(since), node, at)
-        if isinstance(before, Load) and self.tensors[before.tensor].node is self._first_name(node):
+        if isinstance(before, Load) and self.tensors[before.tensor].node is self.mirror.first_name(node):
             # For an unreadable tensor, one load after the write says as much as a load before it and the written value.
             return None
         if reached == ix.FALSE:
@@ -308,7 +308,7 @@ class Reader:
     def _load(self, version: Version, at: At) -> Load:
         if self.varies(version.node):
             raise Unreadable(f"{version.node.name} is computed inside of a vmap")
-        version = dataclasses.replace(version, node=self._first_name(version.node))
+        version = dataclasses.replace(version, node=self.mirror.first_name(version.node))
         node = version.node
         name, short = naming.name_of(self.mirror, node), naming.users_name(self.mirror, node)
         name = short if self.tensors.setdefault(short, version).node is node else name
@@ -318,12 +318,6 @@ class Reader:
         if node.op == "placeholder" and self._inputs is not None and self._inputs.are_of_body:
             self.not_followed.add(name)
         return Load(name, at, kind_of_dtype(fake(node).dtype))
-
-    def _first_name(self, node: fx.Node) -> fx.Node:
-        """Return the node of a tensor before a chain of in-place ops wrote to it."""
-        while (written := mutation.returned(node)) is not None and self.mirror.dynamo_node(written) is not None:
-            node = written
-        return node
 
     def within(self, x: Expr, node: fx.Node, at: At) -> Ranges:
         """Return ranges of the indices, sizes and loads in x, if x is computed for the element of `node` at `at`."""
