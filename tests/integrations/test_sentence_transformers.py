@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 import transformers
 
 import attn_compiler
-from attn_compiler.compiling.comparing import embedding
+from attn_compiler.compiling.comparing import compare
 from attn_compiler.passes.unpad.unpadding import PackedWork
 from tests.integrations import launching
 from tests.integrations.launching import LAYERS, SIZES, WORDS, found
@@ -111,9 +111,9 @@ def test_what_is_no_list_of_sentences_is_given_to_the_model(inputs: tuple[Any, .
     class Embeds(torch.nn.Linear):
         def encode(self) -> None: ...
 
-    assert embedding.encoding_of(Embeds(1, 1), inputs, {}) is None
-    assert embedding.encoding_of(torch.nn.Linear(1, 1), (["a"],), {}) is None
-    assert embedding.encoding_of(Embeds(1, 1), (["a"],), {}) is not None
+    assert compare.encoding_of(Embeds(1, 1), inputs, {}) is None
+    assert compare.encoding_of(torch.nn.Linear(1, 1), (["a"],), {}) is None
+    assert compare.encoding_of(Embeds(1, 1), (["a"],), {}) is not None
 
 
 @pytest.mark.usefixtures("quick")

@@ -1,4 +1,7 @@
-"""`compare`: this backend, Inductor's own and the uncompiled model on the same inputs, in one process and in turns."""
+"""`compare`: this backend, Inductor's own and the uncompiled model on the same inputs, in one process and in turns.
+
+A model that embeds sentences by its `encode`, such as a SentenceTransformer: tokenizer, batches and pooling are timed, too.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,13 @@ import contextlib
 import importlib
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from attn_compiler.compiling.comparing import embedding, sides
+from attn_compiler.compiling.comparing import sides
 from attn_compiler.compiling.comparing.comparison import Comparison
 from attn_compiler.compiling.comparing.kept import HeldState, Inputs, modules_of
 from attn_compiler.compiling.comparing.sides import EAGER, INDUCTOR, OURS, FirstStep, Task
@@ -74,7 +78,7 @@ def comparer(
         for name in _IMPORTED:
             importlib.import_module(name)
         modules = modules_of(original)
-        encoding = embedding.encoding_of(original, args, kwargs)
+        encoding = encoding_of(original, args, kwargs)
         inputs = Inputs(args, kwargs) if encoding is None else Inputs((), {})
         with (
             tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
@@ -179,3 +183,38 @@ def _name(model: Callable[..., Any]) -> str:
     return (
         type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__qualname__", type(model).__name__)
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoding:
+    """A call `model.encode(sentences, **settings)`."""
+
+    model: Any
+    sentences: tuple[str, ...]
+    settings: Mapping[str, Any]
+
+    def as_called(self, call: Callable[..., Any] | None) -> Callable[[], Any]:
+        """Return the call with `call` in place of the model's own; None: as it was written."""
+
+        def encode() -> Any:
+            with torch_observe.called_as(self.model, call):
+                return self.model.encode(list(self.sentences), **self.settings)
+
+        return encode
+
+    def compiled(
+        self, backend: str, dynamic: bool | None, options: Mapping[str, Any] | None = None
+    ) -> Callable[[], Any]:
+        """Return the call after `model.compile(backend=...)`."""
+        return self.as_called(torch_observe.compile_calls(self.model, backend, dynamic, options))
+
+
+def encoding_of(model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Encoding | None:
+    """Return the call of `encode` if a module that has one is given a list of sentences; else None."""
+    if len(args) != 1 or not isinstance(model, nn.Module) or not callable(getattr(model, "encode", None)):
+        return None
+    (sentences,) = args
+    if not isinstance(sentences, list | tuple) or not sentences or not all(isinstance(x, str) for x in sentences):
+        return None
+    settings = {"convert_to_tensor": True, "show_progress_bar": False, **kwargs}
+    return Encoding(model=model, sentences=tuple(sentences), settings=settings)

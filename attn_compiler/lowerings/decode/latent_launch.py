@@ -22,9 +22,8 @@ from attn_compiler.lowerings.decode.kernels.tuples import LatentSwitches, MergeS
 from attn_compiler.lowerings.decode.plan import DecodeCall, DecodePlan, Schedule, none_too_short
 from attn_compiler.lowerings.decode.replaying import DecodeSite, Known, Launched, empty
 from attn_compiler.lowerings.shared.calls import by_definition
-from attn_compiler.lowerings.shared.calls.arguments import along
+from attn_compiler.lowerings.shared.calls.arguments import along, readable
 from attn_compiler.lowerings.shared.calls.leaf_calls import or_else
-from attn_compiler.lowerings.shared.calls.readable import readable
 from attn_compiler.lowerings.shared.launching.dry_run import noter
 from attn_compiler.lowerings.shared.launching.launch import check_grid
 from attn_compiler.lowerings.shared.launching.replaying import VECTOR
@@ -158,12 +157,8 @@ def _by_kernel(
         return _forward(prepared, q, k, operands, launched)
 
 
-def _read(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Tensors) -> tuple[torch.Tensor, ...]:
-    return (q, k, *operands)
-
-
 #: `forward` for one place in compiled code
-ForwardSite = functools.partial(DecodeSite, forward, _read)
+ForwardSite = functools.partial(DecodeSite, forward, lambda q, k, _, operands: (q, k, *operands))
 
 
 def _forward(

@@ -23,9 +23,8 @@ from attn_compiler.lowerings.decode.kernels.tuples import DecodeSwitches
 from attn_compiler.lowerings.decode.plan import DecodeCall, DecodePlan, Schedule, none_too_short
 from attn_compiler.lowerings.decode.replaying import DecodeSite, Known, Launched, empty
 from attn_compiler.lowerings.shared.calls import by_definition
-from attn_compiler.lowerings.shared.calls.arguments import alignment, along, kernel_constants
+from attn_compiler.lowerings.shared.calls.arguments import alignment, along, kernel_constants, readable
 from attn_compiler.lowerings.shared.calls.leaf_calls import or_else
-from attn_compiler.lowerings.shared.calls.readable import readable
 from attn_compiler.lowerings.shared.launching.dry_run import noter
 from attn_compiler.lowerings.shared.launching.launch import check_grid
 from attn_compiler.lowerings.shared.launching.on_device import Empty, new_outputs
@@ -177,12 +176,8 @@ def _by_kernel(
         return _forward(prepared, q, k, v, operands, strides, align, launched)
 
 
-def _read(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Tensors) -> tuple[torch.Tensor, ...]:
-    return (q, k, v, *operands)
-
-
 #: `forward` for one place in compiled code
-ForwardSite = functools.partial(DecodeSite, forward, _read)
+ForwardSite = functools.partial(DecodeSite, forward, lambda q, k, v, operands: (q, k, v, *operands))
 
 
 def _forward(

@@ -9,16 +9,19 @@ k and v are traced element by element (columns.py).
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import fx
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Expr
-from attn_compiler.passes.graph import axes, calls, mutation, sole_reader
+from attn_compiler.passes.graph import axes, calls, mutation
 from attn_compiler.passes.graph.axes import Atom, AxisError, Dim
+from attn_compiler.passes.graph.calls import reached
 from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.graph.site import Latent, Match, Operand, Projection
 from attn_compiler.passes.graph.unit import tensor_kind
@@ -99,13 +102,8 @@ class Finder:
         source, weight, bias = (argument(node, name) for name in ("input", "weight", "bias"))
         if not isinstance(source, fx.Node) or not isinstance(weight, fx.Node):
             return None
-        return _Linear(node, self._first_name(source), self._first_name(weight), bias is not None)
-
-    def _first_name(self, node: fx.Node) -> fx.Node:
-        """Return the tensor that a chain of in-place ops wrote to."""
-        while (written := mutation.returned(node)) is not None and self._mirror.dynamo_node(written) is not None:
-            node = written
-        return node
+        first = self._mirror.first_name
+        return _Linear(node, first(source), first(weight), bias is not None)
 
     # ---- all of it ------------------------------------------------------------------------------------------------
 
@@ -125,8 +123,9 @@ class Finder:
         if own.at[:-1] != place:
             raise _No("k and v are made of the latent in different places")
         latent_dim, rope_dim = (Atom(rank),), self._rope_dim(shared)
-        made_for = sole_reader.made_for(self._mirror, match, {linear.made, of_k.made})
-        if made_for is None or any(self._mirror.owner(node) in made_for for node in _beside_keys(match)):
+        made_for = nodes_made_for(self._mirror, match, {linear.made, of_k.made})
+        added = [self._mirror.owner(term.operand.root) for term in match.scores.terms]
+        if made_for is None or any(node in made_for for node in added):
             raise _No("something besides the attention reads k or v, so they are made anyhow")
         found = Latent(
             made_for=made_for,
@@ -258,10 +257,37 @@ def _comes_of_linear(node: fx.Node) -> bool:
     return any(calls.target_name(n) == "linear" for n in found)
 
 
-def _beside_keys(match: Match) -> list[fx.Node]:
-    """Return the masks and biases that the attention reads."""
-    return [term.operand.root for term in match.scores.terms]
-
-
 def _indices(at: tuple[Expr, ...]) -> frozenset[str]:
     return frozenset().union(*(index.facts.indices for index in at))
+
+
+def nodes_made_for(mirror: Mirror, match: Match, first: Iterable[fx.Node]) -> frozenset[fx.Node] | None:
+    """Return the Dynamo nodes that depend on these mirror nodes and that only the site needs. None: something else needs one of them.
+
+    Writers into memory that was made in between, and all nodes that share it, are among them. first: nodes that only make new tensors.
+    """
+    site = {mirror.owner(node) for node in (*match.covered, match.out)}
+    own = {owner for node in first if (owner := mirror.owner(node)) is not None}
+    found: set[fx.Node] = set()
+
+    def further(node: fx.Node) -> list[fx.Node]:
+        written = (mutation.storages(memory) for writer in mirror.owned(node) for memory in mutation.writes(writer))
+        return [x for x in (*node.users, *_holders(mirror, set().union(*written))) if x not in site]
+
+    for node in reached(own - site, further):
+        if node.op not in ("call_function", "call_method") or not (node in own or _is_plain(mirror, node)):
+            return None
+        found.add(node)
+    return frozenset(found)
+
+
+def _is_plain(mirror: Mirror, node: fx.Node) -> bool:
+    """Return whether a node consists of ops that are fully understood."""
+    return all(isinstance(n.target, torch._ops.OpOverload) or n.target is operator.getitem for n in mirror.owned(node))
+
+
+def _holders(mirror: Mirror, memory: set[StorageWeakRef]) -> list[fx.Node]:
+    if not memory:
+        return []
+    owners = (mirror.owner(node) for node in mirror.graph.nodes if mutation.storages(node) & memory)
+    return [owner for owner in dict.fromkeys(owners) if owner is not None]

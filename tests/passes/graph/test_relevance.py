@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.functional import linear, scaled_dot_product_attention
 
-from attn_compiler.passes.graph import relevance, sole_reader
+from attn_compiler.passes.graph import relevance
 from attn_compiler.passes.graph.calls import target_name
 from attn_compiler.passes.graph.equal import are_equal
 from attn_compiler.passes.graph.spelling import Spelling
 from attn_compiler.passes.graph.unit import is_anchor_like
+from attn_compiler.passes.recovering import latent
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
 from tests.passes.compiling import captured, compiled, mirror_of
@@ -173,7 +174,7 @@ def _made_for(model: Model) -> set[str] | None:
     given = (torch.randn(SOLE_B, SOLE_H, 1, SOLE_D), torch.randn(SOLE_B, SOLE_H, SOLE_S, 6), torch.randn(SOLE_D, 6))
     mirror, match = matched(model, *given)
     projections = [node for node in mirror.graph.nodes if node.target is torch.ops.aten.linear.default]
-    found = sole_reader.made_for(mirror, match, projections)
+    found = latent.nodes_made_for(mirror, match, projections)
     return None if found is None else {node.name for node in found}
 
 

@@ -17,7 +17,7 @@ from attn_compiler.lowerings.graph_ops.linear_recurrence import definition
 from attn_compiler.lowerings.linear.triton_op import LinearTriton
 from attn_compiler.options.options import Options
 from attn_compiler.passes.pipeline import rewriting
-from attn_compiler.passes.writing import linear_calls, linear_steps
+from attn_compiler.passes.writing import linear_calls
 from attn_compiler.reasons.errors import AttnCompilerWarning, PassFailed
 from attn_compiler.reporting.dump import Dumper
 from attn_compiler.reporting.facts import LinearReport
@@ -181,7 +181,7 @@ def _steps(
 def _is_written_over(gm: fx.GraphModule, *, needs_grad: bool = False) -> bool:
     (node,) = linear_call.calls(gm.graph)
     spec = linear_forms.spec(_FORM, length=1, needs_grad=needs_grad)
-    found = linear_steps.write_over(node, spec, _OP, linear_steps.shared_memory(gm.graph))
+    found = linear_calls.write_over(node, spec, _OP, linear_calls.shared_memory(gm.graph))
     gm.recompile()
     return found
 

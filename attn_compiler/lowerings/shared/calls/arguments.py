@@ -1,4 +1,4 @@
-"""Arguments of the Triton kernels, computed from a Call and the layout of its tensors."""
+"""Arguments of the Triton kernels, computed from a Call and the layout of its tensors, and copies of tensors that they can't read."""
 
 from __future__ import annotations
 
@@ -251,3 +251,30 @@ def lists(tiles: torch.Tensor | None) -> dict[str, ListStrides]:
     """Return the strides that locate the list of a batch row, a head and a block."""
     row = 0 if tiles is None else tiles.stride(2)
     return {"lists": ListStrides(tiles_b=along(tiles, 0), tiles_h=along(tiles, 1), tiles_row=row)}
+
+
+def _misaligned(*tensors: torch.Tensor) -> bool:
+    """Return whether any tensor begins between two vectors, in half precision on a GPU. Triton 3.6 compiles wrong code for those where a
+    head dim takes two tiles: it reads the wrong elements, or beyond the tensor."""
+    return any(x.is_cuda and x.element_size() < 4 and alignment(x) == 1 for x in tensors)
+
+
+def is_unreadable(*tensors: torch.Tensor) -> bool:
+    """Return whether the kernels can't read any of these tensors where it is."""
+    return any(not statically_known(x.stride(3) == 1) or is_far(x) for x in tensors) or _misaligned(*tensors)
+
+
+def readable(x: torch.Tensor) -> torch.Tensor:
+    """Return x, or a copy of it if a kernel can't read it where it is.
+
+    This is the one copy outside of the graph. The layout pass handles known strides. No stride tells where a tensor begins in its memory,
+    and a slice at an odd element is rare. The layout of an upstream gradient is unknown: a sum expands one number.
+    """
+    if not is_unreadable(x):
+        return x
+    copied = x.clone(memory_format=torch.contiguous_format)
+    if _misaligned(copied):
+        raise ValueError(
+            f"the Triton kernels take head dims that are multiples of 8 in half precision, got {x.shape[3]}"
+        )
+    return copied

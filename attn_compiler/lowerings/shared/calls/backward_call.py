@@ -10,11 +10,10 @@ from typing import Any
 import torch
 import triton
 
-from attn_compiler.lowerings.shared.calls.arguments import Prepared, prepare
+from attn_compiler.lowerings.shared.calls.arguments import Prepared, is_unreadable, prepare, readable
 from attn_compiler.lowerings.shared.calls.backward import Backward
 from attn_compiler.lowerings.shared.calls.by_definition import Attention
 from attn_compiler.lowerings.shared.calls.leaf_calls import BackwardArguments, BackwardBody, Gradients, backward_inputs
-from attn_compiler.lowerings.shared.calls.readable import is_unreadable, readable
 from attn_compiler.lowerings.shared.launching.launch import ReadyKernel
 from attn_compiler.lowerings.shared.launching.on_device import on
 from attn_compiler.lowerings.shared.launching.replaying import CallCache, call_cache

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from attn_compiler.lowerings.shared.calls.arguments import Named, Prepared, prepare
+from attn_compiler.lowerings.shared.calls.arguments import Named, Prepared, is_unreadable, prepare, readable
 from attn_compiler.lowerings.shared.calls.by_definition import Attention
 from attn_compiler.lowerings.shared.calls.leaf_calls import ForwardArguments, ForwardBody, Outputs
-from attn_compiler.lowerings.shared.calls.readable import is_unreadable, readable
 from attn_compiler.lowerings.shared.launching.launch import ReadyKernel
 from attn_compiler.lowerings.shared.launching.on_device import on
 from attn_compiler.lowerings.shared.launching.replaying import CallCache

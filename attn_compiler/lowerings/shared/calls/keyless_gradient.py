@@ -13,11 +13,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from attn_compiler.spec.dtypes import computed_in
 from attn_compiler.torch_private.op_library import register_helper
-
-Tensor = torch.Tensor
 
 
 def _nothing(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from attn_compiler.lowerings.shared.calls.arguments import along
 from attn_compiler.lowerings.shared.calls.leaf_calls import or_else
@@ -13,8 +14,6 @@ from attn_compiler.lowerings.shared.launching.launch import Arguments, launch
 from attn_compiler.lowerings.shared.launching.on_device import on
 from attn_compiler.lowerings.shared.launching.replaying import CallCache, call_cache
 from attn_compiler.lowerings.shared.ops.listing import OF_KEYS, OF_QUERIES, UNIT, ListAsked, listed
-
-Tensor = torch.Tensor
 
 #: blocks of the other side that a program reads at once, at most
 _BLOCK = 128

@@ -2,21 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import operator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from torch import fx
 
+from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Expr
-from attn_compiler.passes.graph import mirroring
-from attn_compiler.passes.graph.mirror import opaque
-from attn_compiler.passes.graph.unit import Unit
+from attn_compiler.passes.graph import mirroring, mutation
+from attn_compiler.passes.graph.mirror import Mirror, opaque
+from attn_compiler.passes.graph.unit import Unit, is_anchor_like, unsupported_tensor
 from attn_compiler.passes.recovering.reading import READERS, inside
 from attn_compiler.passes.recovering.reading.borders import BorderInputs
-from attn_compiler.passes.recovering.reading.core import At, Reader, ReadOp
-from attn_compiler.passes.recovering.reading.inputs import BodyInputs
-from attn_compiler.passes.recovering.reading.outputs import BodyOutputs
+from attn_compiler.passes.recovering.reading.core import At, Reader, ReadOp, Unreadable
+from attn_compiler.passes.recovering.reading.inputs import BodyInputs, are_alike
 from attn_compiler.torch_private.known_masks import Known
+
+
+class BodyOutputs:
+    """Reads results of a higher-order call inside the body that computes them: T5 computes its bias in its first layer, for all layers.
+
+    unit: its graph holds the calls. reader_of: returns the reader of a body.
+    """
+
+    def __init__(self, unit: Unit, reader_of: Callable[[Unit], Reader]) -> None:
+        self._unit = unit
+        self._reader_of = reader_of
+
+    def element(self, reader: Reader, node: fx.Node, at: At) -> Expr | None:
+        """The element of a result at `at`; None if it depends on tensors that only the body has, or can't be read there."""
+        given = reader.mirror.dynamo_node(node)
+        if given is None or given.target is not operator.getitem or _may_be_an_input(node):
+            return None
+        call, position = given.args
+        body = next((body for known, body in self._unit.place.callees if known.node is call), None)
+        if body is None or not isinstance(position, int) or not _can_be_read(body):
+            return None
+        below = self._reader_of(body)
+        made = _output(below.mirror, position)
+        if made is None or below.varies(made) or not are_alike(made, node):
+            return None
+        try:
+            element = below.read_at(len(below.mirror.graph.nodes), made, at)
+        except Unreadable:
+            return None
+        tensors = {load.tensor: below.tensors[load.tensor] for load in ix.loads(element)}
+        if any(version.node.graph is below.mirror.graph for version in tensors.values()):
+            return None
+        if any(reader.tensors.get(name, version) != version for name, version in tensors.items()):
+            return None
+        reader.tensors.update(tensors)
+        return element
+
+
+def _may_be_an_input(node: fx.Node) -> bool:
+    """True if a result shares memory with an argument of the call, so that writes to one are seen in the other."""
+    memory = mutation.storages(node)
+    return any(memory & mutation.storages(source) for source in node.all_input_nodes)
+
+
+def _can_be_read(body: Unit) -> bool:
+    """True for a body that is called once, and whose mirror exists or is made by no other step."""
+    ready = body.mirror is not None or not any(map(is_anchor_like, body.graph.nodes))
+    return ready and len(body.place.calls) == 1 and unsupported_tensor(body.graph_module) is None
+
+
+def _output(mirror: Mirror, position: int) -> fx.Node | None:
+    (given,) = mirror.graph.output_node().args
+    made = given[position] if isinstance(given, (tuple, list)) and position < len(given) else None
+    return made if isinstance(made, fx.Node) else None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -12,7 +12,7 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from attn_compiler.lowerings.shared.calls import failures, readable as readables
+from attn_compiler.lowerings.shared.calls import arguments, failures
 from attn_compiler.lowerings.shared.calls.arguments import (
     Named,
     Prepared,
@@ -21,10 +21,11 @@ from attn_compiler.lowerings.shared.calls.arguments import (
     check_lengths,
     head_dim_parts,
     is_far,
+    is_unreadable,
+    readable,
 )
 from attn_compiler.lowerings.shared.calls.failures import Caller, Failures
 from attn_compiler.lowerings.shared.calls.forward_call import Forward
-from attn_compiler.lowerings.shared.calls.readable import is_unreadable, readable
 from attn_compiler.lowerings.shared.launching.dry_tensors import Addresses
 from attn_compiler.lowerings.shared.launching.replaying import CallCache
 from attn_compiler.lowerings.shared.parts.kernel_plan import FARTHEST
@@ -244,7 +245,7 @@ def test_an_odd_beginning_is_read_off_a_gpu() -> None:
 
 
 def test_what_no_copy_makes_readable_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readables, "_misaligned", lambda *tensors: True)
+    monkeypatch.setattr(arguments, "_misaligned", lambda *tensors: True)
     with pytest.raises(ValueError, match="multiples of 8 in half precision, got 12"):
         readable(torch.randn(1, 1, 4, 12).half())
 
