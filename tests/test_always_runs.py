@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._subclasses import FakeTensorMode
 
@@ -32,11 +31,10 @@ from attn_compiler.torch_private import (
 )
 from attn_compiler.verifying import first, plan as plan_module
 from tests.inductor_caches import no_graphs
-from tests.passes.compiling import CPU_FLASH, compiled
+from tests.passes.compiling import CPU_FLASH, compiled, warned
 from tests.without_inductor import without_inductor
 
 B, H, S, D = 2, 2, 6, 8
-Tensor = torch.Tensor
 Break = Callable[[pytest.MonkeyPatch], None]
 
 
@@ -81,13 +79,6 @@ def _step(run: Callable[..., Tensor], model: _Model, x: Tensor) -> tuple[Tensor,
 def expected() -> tuple[Tensor, ...]:
     model, x = _fresh()
     return _step(model, model, x)
-
-
-def _warned(action: Callable[[], Any]) -> tuple[Any, list[str]]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        result = action()
-    return result, [str(w.message) for w in caught if issubclass(w.category, AttnCompilerWarning)]
 
 
 def _fails(home: Any, name: str, *, afterwards: bool = True) -> Break:
@@ -155,7 +146,7 @@ def test_one_warning_and_the_models_own_numbers(
     model, x = _fresh()
     run = compiled(model, strict=False, **_ASKED.get(step, {}))
     break_it(monkeypatch)
-    got, said = _warned(lambda: _step(run, model, x))
+    got, said = warned(lambda: _step(run, model, x))
     torch.testing.assert_close(got, expected)
     (warning,) = said
     assert text in warning
@@ -185,7 +176,7 @@ def test_the_report_says_which_sites_were_given_up(monkeypatch: pytest.MonkeyPat
     model, x = _fresh()
     run = compiled(model, strict=False)
     _inner_fails(monkeypatch)
-    _warned(lambda: run(x))
+    warned(lambda: run(x))
     assert run.report.num_sites == 3
     for row in run.report.sites:
         assert (row.decision.lowering, row.copies, row.notes) == ("untouched", (), ())
@@ -215,7 +206,7 @@ def test_the_second_graph_is_the_very_graph_that_came(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(torch_inductor, "compile_with_backend", fail)
     model, x = _fresh()
-    _warned(lambda: compiled(model, strict=False)(x))
+    warned(lambda: compiled(model, strict=False)(x))
     came, rewritten, again = texts
     assert came == again != rewritten
 
@@ -238,7 +229,7 @@ def test_buffers_go_with_the_rewriting(expected: tuple[Tensor, ...], monkeypatch
     model, x = _fresh()
     run = compiled(model, strict=False)
     _inner_fails(monkeypatch)
-    got, said = _warned(lambda: _step(run, model, x))
+    got, said = warned(lambda: _step(run, model, x))
     torch.testing.assert_close(got, expected)
     assert len(said) == 1
     assert "attn_compiler_buffer" not in run.graphs[-1].text
@@ -276,7 +267,7 @@ def test_a_graph_without_attention_is_compiled_once(monkeypatch: pytest.MonkeyPa
 
 def test_a_key_that_can_not_be_made_costs_a_graph_without_attention_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     _fails(backend_module, "cache_key")(monkeypatch)
-    got, said = _warned(lambda: compiled(torch.sin, strict=False)(torch.ones(2)))
+    got, said = warned(lambda: compiled(torch.sin, strict=False)(torch.ones(2)))
     torch.testing.assert_close(got, torch.ones(2).sin())
     assert len(said) == 1
 
@@ -301,7 +292,7 @@ def test_errors_of_a_recipe_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
         compiled(model, strict=False, fp8_recipe=recipe)(x)
     _fails(fp8_sites, "check_recipe_used", afterwards=False)(monkeypatch)
     run = compiled(model, strict=False, fp8_recipe=recipe)
-    _, said = _warned(lambda: run(x))
+    _, said = warned(lambda: run(x))
     assert len(said) == 1
     assert CPU_FLASH not in run.graphs[-1].calls
 
@@ -352,7 +343,7 @@ def test_the_leaf_op_fails_where_it_is_compiled(stage: str, dynamic: bool, monke
     torch._dynamo.reset()
     attn_compiler.reset()
     run = torch.compile(layer, backend="attn_compiler", dynamic=dynamic, options={"lowering": "reference"})
-    got, said = _warned(lambda: run(x, mask))
+    got, said = warned(lambda: run(x, mask))
     torch.testing.assert_close(got, wanted)
     torch.testing.assert_close(torch.autograd.grad(got.sin().sum(), [x, *layer.parameters()]), grads)
     assert len(said) == 1
@@ -367,7 +358,7 @@ def test_tables_that_can_not_be_kept_are_computed(monkeypatch: pytest.MonkeyPatc
     torch._dynamo.reset()
     run = torch.compile(lambda x: x.cos() @ x, backend="attn_compiler")
     x = torch.randn(4, 4)
-    got, said = _warned(lambda: run(x))
+    got, said = warned(lambda: run(x))
     torch.testing.assert_close(got, x.cos() @ x)
     assert len(said) == 1
     assert "computed where they are read" in said[0]
@@ -389,7 +380,7 @@ def test_a_check_that_fails_is_a_warning(
     monkeypatch.setattr(first, "run_checks", fail)
     model, x = _fresh()
     run = compiled(model, strict=False, verify=True)
-    got, said = _warned(lambda: _step(run, model, x))
+    got, said = warned(lambda: _step(run, model, x))
     torch.testing.assert_close(got, expected)
     assert len(said) == 1
     assert "failed to run the check of the first call of options={'verify': True}" in said[0]
@@ -407,7 +398,7 @@ def test_a_check_that_can_not_be_prepared_is_a_warning(
     _fails(plan_module, "prepare")(monkeypatch)
     model, x = _fresh()
     run = compiled(model, strict=False, verify=True)
-    got, said = _warned(lambda: _step(run, model, x))
+    got, said = warned(lambda: _step(run, model, x))
     torch.testing.assert_close(got, expected)
     assert len(said) == 1
     assert CPU_FLASH in run.calls
@@ -425,7 +416,7 @@ def test_a_dump_that_fails_costs_the_dump(
     _fails(dump, name, afterwards=False)(monkeypatch)
     model, x = _fresh()
     run = compiled(model, strict=True, dump_dir=str(tmp_path))
-    got, said = _warned(lambda: _step(run, model, x))
+    got, said = warned(lambda: _step(run, model, x))
     torch.testing.assert_close(got, expected)
     assert len(said) == 1
     assert CPU_FLASH in run.calls

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
@@ -20,11 +20,11 @@ from attn_compiler.lowerings.shared.calls import listing_launch
 from attn_compiler.lowerings.shared.calls.failures import FAILURES
 from attn_compiler.lowerings.shared.launching import ahead, launch as launching, on_device, replaying
 from attn_compiler.lowerings.shared.ops import listing
-from attn_compiler.reasons.errors import AttnCompilerWarning, KernelFailed
+from attn_compiler.reasons.errors import KernelFailed
+from tests.passes.compiling import warned
 
 B, H, S, D = 2, 2, 40, 16
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-Tensor = torch.Tensor
 
 #: what users may meet: how it is said, and by whom
 ERRORS: dict[str, Callable[[], Exception]] = {
@@ -93,13 +93,6 @@ def _compiled(function: Callable[..., Tensor], **options: Any) -> Callable[..., 
     return torch.compile(function, backend="attn_compiler", options=asked)
 
 
-def _warned(action: Callable[[], Any]) -> tuple[Any, list[str]]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        result = action()
-    return result, [str(w.message) for w in caught if issubclass(w.category, AttnCompilerWarning)]
-
-
 def _lowerings() -> list[str]:
     """Of the last report, in the order of its sites."""
     return [site.decision.lowering for site in attn_compiler.reports()[-1].sites]
@@ -113,7 +106,7 @@ def test_a_first_launch_that_fails(kernel: str, error: str, monkeypatch: pytest.
     expected = _step(_masked, inputs)
     planted = _Planted(monkeypatch, kernel, ERRORS[error])
     run = _compiled(_masked)
-    got, said = _warned(lambda: _step(run, inputs))
+    got, said = warned(lambda: _step(run, inputs))
     torch.testing.assert_close(got, expected)
     assert planted.met > 0
     assert _lowerings() == ["triton", "triton"]
@@ -121,7 +114,7 @@ def test_a_first_launch_that_fails(kernel: str, error: str, monkeypatch: pytest.
     cause = str(ERRORS[error]()).split()[0]
     assert all(cause in text and "to reproduce" in text.lower() and "AC917" in text for text in said)
     met = planted.met
-    again, said = _warned(lambda: _step(run, inputs))
+    again, said = warned(lambda: _step(run, inputs))
     torch.testing.assert_close(again, expected)
     assert not said
     assert planted.met == met
@@ -144,7 +137,7 @@ def test_the_other_site_keeps_its_kernel(monkeypatch: pytest.MonkeyPatch) -> Non
     inputs = _inputs()
     expected, run = _step(_masked, inputs), _compiled(_masked)
     for _ in range(2):
-        got, _said = _warned(lambda: _step(run, inputs))
+        got, _said = warned(lambda: _step(run, inputs))
         torch.testing.assert_close(got, expected)
     assert sorted(_lowerings()) == ["math", "triton"]
 
@@ -178,7 +171,7 @@ def test_dropout_is_the_same_in_a_backward_by_its_definition(monkeypatch: pytest
     monkeypatch.setattr(replaying, "_CACHES", on_device.KnownCalls())
     _Planted(monkeypatch, "attention_grad_q", ERRORS["launch error"])
     torch.manual_seed(3)
-    got, said = _warned(lambda: _step(_compiled(dropped), inputs))
+    got, said = warned(lambda: _step(_compiled(dropped), inputs))
     torch.testing.assert_close(got, expected)
     assert said
 
@@ -193,7 +186,7 @@ def test_a_helpers_kernel() -> None:
 
     with pytest.MonkeyPatch.context() as planted:
         planted.setattr(listing_launch, "launch", failing)
-        found, said = _warned(lambda: listing_launch.lists(*given))
+        found, said = warned(lambda: listing_launch.lists(*given))
     assert len(said) == 1
     # For each row of the batch, two tiles of which the second is in part, and its place; what follows that means nothing.
     right = listing.listed(*given)
@@ -213,7 +206,7 @@ def test_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     run = _compiled(step, lowerings=["decode", "math"])
     with torch.no_grad():
         expected = step(q, k, v, keep)
-        got, said = _warned(lambda: run(q, k, v, keep))
+        got, said = warned(lambda: run(q, k, v, keep))
         torch.testing.assert_close(got, expected)
         assert said
         assert _lowerings() == ["decode"]
@@ -253,7 +246,7 @@ def test_a_kernel_that_does_not_compile_ahead(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(backend_module, "_ahead", here)
     run = _compiled(_masked, inner="inductor")
-    got, said = _warned(lambda: _step(run, inputs))
+    got, said = warned(lambda: _step(run, inputs))
     torch.testing.assert_close(got, expected)
     assert [one.texts == [] for one in made] == [False, True]
     assert len(said) == 2

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import attn_compiler
 from attn_compiler import ContextParallel
 from tests.context_parallel import models
+from tests.distributed import processes
 
 LENGTH = 32
 
@@ -42,6 +43,12 @@ class Result:
     masks: tuple[str, ...]
     notes: tuple[str, ...]
     sites: int
+
+
+def results(runs: list[Run], size: int) -> dict[str, list[Result]]:
+    """Of runs by name, of each of so many ranks."""
+    found = processes.run_each(measured, runs, size=size)
+    return dict(zip((run.name for run in runs), found, strict=True))
 
 
 def measured(runs: list[Run]) -> list[Result]:

@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.functional import scaled_dot_product_attention
 
 import attn_compiler
@@ -36,7 +36,8 @@ DEVICE = "cuda" if ON_GPU else "cpu"
 DTYPE = torch.bfloat16 if ON_GPU else torch.float64
 
 
-def main() -> None:
+def started() -> tuple[DeviceMesh, bool]:
+    """All ranks, and whether only small sizes are asked for."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--small", action="store_true")
     small = parser.parse_args().small or not ON_GPU
@@ -44,6 +45,11 @@ def main() -> None:
     if ON_GPU:
         torch.cuda.set_device(dist.get_node_local_rank())
     mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
+    return mesh, small
+
+
+def main() -> None:
+    mesh, small = started()
     for order in (None, "head_tail"):
         _say("halo", order=order, **_halo_errors(mesh, order))
         for length, window in () if small else ((32768, 1024), (131072, 1024), (131072, 4096)):

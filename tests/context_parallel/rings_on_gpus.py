@@ -9,20 +9,18 @@ output, and of the gradients of q, k and v. Memory is the peak over what was the
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import scaled_dot_product_attention
 
 from attn_compiler import ContextParallel
 from attn_compiler.context_parallel.layout import Layout
 from tests.context_parallel import on_gpus
-from tests.context_parallel.on_gpus import DEVICE, DTYPE, HEADS, ON_GPU, WIDTH
+from tests.context_parallel.on_gpus import DTYPE, HEADS, ON_GPU, WIDTH
 
 METHODS = ("ring", "all_gather", "all_to_all")
 ORDERS = (None, "head_tail")
@@ -30,13 +28,7 @@ LENGTHS = (32768, 131072)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--small", action="store_true")
-    small = parser.parse_args().small or not ON_GPU
-    dist.init_process_group("nccl" if ON_GPU else "gloo")
-    if ON_GPU:
-        torch.cuda.set_device(dist.get_node_local_rank())
-    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
+    mesh, small = on_gpus.started()
     for order in ORDERS:
         for is_causal in (True, False):
             on_gpus._say("ring", order=order, causal=is_causal, **_errors(mesh, order, is_causal))

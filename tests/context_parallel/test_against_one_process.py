@@ -6,7 +6,6 @@ import pytest
 
 from tests.context_parallel import against_one, models
 from tests.context_parallel.against_one import Result, Run
-from tests.distributed import processes
 from tests.thinned import asked_for, further
 
 #: of float64
@@ -36,11 +35,6 @@ _FOUR = against_one.some(4, {name: models.CASES[name] for name in _FOUR_CASES})
 _ALL = [run for run in against_one.everything(2, models.CASES) if run not in _TWO]
 
 
-def _results(runs: list[Run], size: int) -> dict[str, list[Result]]:
-    found = processes.run_each(against_one.measured, runs, size=size)
-    return dict(zip((run.name for run in runs), found, strict=True))
-
-
 def _check(results: list[Result]) -> None:
     for result in results:
         assert result.error < _EXACT
@@ -53,17 +47,17 @@ def _check(results: list[Result]) -> None:
 
 @pytest.fixture(scope="module")
 def two(request: pytest.FixtureRequest) -> dict[str, list[Result]]:
-    return _results(asked_for(request, "run", _TWO), 2)
+    return against_one.results(asked_for(request, "run", _TWO), 2)
 
 
 @pytest.fixture(scope="module")
 def four(request: pytest.FixtureRequest) -> dict[str, list[Result]]:
-    return _results(asked_for(request, "run", _FOUR), 4)
+    return against_one.results(asked_for(request, "run", _FOUR), 4)
 
 
 @pytest.fixture(scope="module")
 def every() -> dict[str, list[Result]]:
-    return _results(_ALL, 2)
+    return against_one.results(_ALL, 2)
 
 
 #: each third has the four ways in turn

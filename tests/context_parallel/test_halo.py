@@ -13,7 +13,6 @@ from attn_compiler.context_parallel.halo import Halo, most_sent, pieces
 from attn_compiler.context_parallel.layout import Layout
 from tests.context_parallel import against_one, models
 from tests.context_parallel.against_one import Result, Run
-from tests.distributed import processes
 from tests.thinned import asked_for, further
 
 # What chunks need of their neighbours.
@@ -103,11 +102,6 @@ _GATHERED = [
 ]
 
 
-def _results(runs: list[Run], size: int) -> dict[str, list[Result]]:
-    found = processes.run_each(against_one.measured, runs, size=size)
-    return dict(zip((run.name for run in runs), found, strict=True))
-
-
 def _check(results: list[Result], word: str) -> None:
     for result in results:
         assert result.error < 1e-12
@@ -120,12 +114,12 @@ def _check(results: list[Result], word: str) -> None:
 
 @pytest.fixture(scope="module")
 def two(request: pytest.FixtureRequest) -> dict[str, list[Result]]:
-    return _results(asked_for(request, "run", [*_TWO, *_GATHERED]), 2)
+    return against_one.results(asked_for(request, "run", [*_TWO, *_GATHERED]), 2)
 
 
 @pytest.fixture(scope="module")
 def four(request: pytest.FixtureRequest) -> dict[str, list[Result]]:
-    return _results(asked_for(request, "run", _FOUR), 4)
+    return against_one.results(asked_for(request, "run", _FOUR), 4)
 
 
 @pytest.mark.parametrize("run", further(_TWO, daily=[*_TWO[0:10:3], *_TWO[10::2], _TWO[-1]]), ids=lambda run: run.name)

@@ -37,11 +37,6 @@ _ALL = [run for case in models.CASES for order in (None, "head_tail") if (run :=
 _HALOS = ("window", "chunks")
 
 
-def _results(runs: list[Run], size: int) -> dict[str, list[Result]]:
-    found = processes.run_each(against_one.measured, runs, size=size)
-    return dict(zip((run.name for run in runs), found, strict=True))
-
-
 def _check(run: Run, results: list[Result], size: int) -> None:
     is_halo = run.load_balance is None and run.case in _HALOS
     each = 1 if is_halo else size * (2 if run.load_balance is not None and run.case != "none" else 1)
@@ -56,17 +51,17 @@ def _check(run: Run, results: list[Result], size: int) -> None:
 
 @pytest.fixture(scope="module")
 def two(request: pytest.FixtureRequest) -> dict[str, list[Result]]:
-    return _results(asked_for(request, "run", [*_TWO, *_COMPILED]), 2)
+    return against_one.results(asked_for(request, "run", [*_TWO, *_COMPILED]), 2)
 
 
 @pytest.fixture(scope="module")
 def four(request: pytest.FixtureRequest) -> dict[str, list[Result]]:
-    return _results(asked_for(request, "run", _FOUR), 4)
+    return against_one.results(asked_for(request, "run", _FOUR), 4)
 
 
 @pytest.fixture(scope="module")
 def every() -> dict[str, list[Result]]:
-    return _results(_ALL, 2)
+    return against_one.results(_ALL, 2)
 
 
 @pytest.mark.in_turns(2)

@@ -7,10 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from tests.fuzz import roundings
-
-Tensor = torch.Tensor
 
 EPS = 2.0**-8
 

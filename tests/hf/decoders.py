@@ -27,9 +27,9 @@ _NO_SDPA = "transformers has no SDPA implementation of {}: {}"
 def _decoder(
     name: str,
     model: str,
-    config: str,
     settings: Mapping[str, Any],
     *,
+    config: str = "",
     absent: Mapping[str, str] | None = None,
     uncaptured: Mapping[str, Uncaptured] | None = None,
     impls: tuple[str, ...] = ("sdpa", "eager"),
@@ -37,7 +37,7 @@ def _decoder(
     return Family(
         name=name,
         kind="decoder",
-        build=hf_builder(model, config, settings),
+        build=hf_builder(model, settings, config),
         inputs=text_inputs,
         sites=2,
         mask="attention_mask",
@@ -51,16 +51,15 @@ _WINDOWS = ["sliding_attention", "full_attention"]
 _EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 DECODERS: tuple[Family, ...] = (
-    _decoder("llama", "LlamaForCausalLM", "LlamaConfig", _LLAMA),
-    _decoder("mistral", "MistralForCausalLM", "MistralConfig", {**_LLAMA, "sliding_window": 5, "head_dim": 10}),
-    _decoder("mixtral", "MixtralForCausalLM", "MixtralConfig", {**_LLAMA, **_EXPERTS}),
-    _decoder("qwen2", "Qwen2ForCausalLM", "Qwen2Config", _LLAMA),
-    _decoder("qwen3", "Qwen3ForCausalLM", "Qwen3Config", {**_LLAMA, "head_dim": 12}),
-    _decoder("gemma", "GemmaForCausalLM", "GemmaConfig", {**_LLAMA, "num_key_value_heads": 1, "head_dim": 10}),
+    _decoder("llama", "LlamaForCausalLM", _LLAMA),
+    _decoder("mistral", "MistralForCausalLM", {**_LLAMA, "sliding_window": 5, "head_dim": 10}),
+    _decoder("mixtral", "MixtralForCausalLM", {**_LLAMA, **_EXPERTS}),
+    _decoder("qwen2", "Qwen2ForCausalLM", _LLAMA),
+    _decoder("qwen3", "Qwen3ForCausalLM", {**_LLAMA, "head_dim": 12}),
+    _decoder("gemma", "GemmaForCausalLM", {**_LLAMA, "num_key_value_heads": 1, "head_dim": 10}),
     _decoder(
         "gemma2",
         "Gemma2ForCausalLM",
-        "Gemma2Config",
         {**_LLAMA, "head_dim": 10, "query_pre_attn_scalar": 12, "attn_logit_softcapping": 2.0, "sliding_window": 7},
         impls=("eager",),
         absent={"sdpa": _NO_SDPA.format("Gemma-2", "it caps the scores")},
@@ -68,20 +67,18 @@ DECODERS: tuple[Family, ...] = (
     _decoder(
         "gemma3",
         "Gemma3ForCausalLM",
-        "Gemma3TextConfig",
         {**_LLAMA, "head_dim": 10, "query_pre_attn_scalar": 12, "sliding_window": 12, "layer_types": _WINDOWS},
+        config="Gemma3TextConfig",
     ),
-    _decoder("phi3", "Phi3ForCausalLM", "Phi3Config", {**_LLAMA, "partial_rotary_factor": 0.5}),
+    _decoder("phi3", "Phi3ForCausalLM", {**_LLAMA, "partial_rotary_factor": 0.5}),
     _decoder(
         "gpt2",
         "GPT2LMHeadModel",
-        "GPT2Config",
         {**_TOKENS, "n_embd": 45, "n_head": 5, "n_layer": 2, "n_positions": 64, "n_inner": 56},
     ),
     _decoder(
         "gpt_neox",
         "GPTNeoXForCausalLM",
-        "GPTNeoXConfig",
         {
             **_TOKENS,
             "hidden_size": 48,
@@ -94,7 +91,6 @@ DECODERS: tuple[Family, ...] = (
     _decoder(
         "opt",
         "OPTForCausalLM",
-        "OPTConfig",
         {
             **_TOKENS,
             "hidden_size": 45,
@@ -109,7 +105,6 @@ DECODERS: tuple[Family, ...] = (
     _decoder(
         "bloom",
         "BloomForCausalLM",
-        "BloomConfig",
         {**_TOKENS, "hidden_size": 45, "n_layer": 2, "n_head": 5},
         impls=("eager",),
         absent={"sdpa": _NO_SDPA.format("Bloom", "it adds ALiBi inside baddbmm")},
@@ -117,7 +112,6 @@ DECODERS: tuple[Family, ...] = (
     _decoder(
         "mpt",
         "MptForCausalLM",
-        "MptConfig",
         {**_TOKENS, "d_model": 48, "n_heads": 4, "n_layers": 2, "max_seq_len": 64},
         impls=("eager",),
         absent={"sdpa": _NO_SDPA.format("MPT", "it adds ALiBi to the scores")},
@@ -130,13 +124,11 @@ DECODERS: tuple[Family, ...] = (
     _decoder(
         "falcon",
         "FalconForCausalLM",
-        "FalconConfig",
         {**_TOKENS, "hidden_size": 50, "num_hidden_layers": 2, "num_attention_heads": 5, "alibi": False},
     ),
     _decoder(
         "falcon_alibi",
         "FalconForCausalLM",
-        "FalconConfig",
         {**_TOKENS, "hidden_size": 50, "num_hidden_layers": 2, "num_attention_heads": 5, "alibi": True},
         absent={
             "static_decode": "transformers itself fails: Falcon's ALiBi is as long as the tokens, not as the cache"
@@ -145,16 +137,14 @@ DECODERS: tuple[Family, ...] = (
     _decoder(
         "gpt_oss",
         "GptOssForCausalLM",
-        "GptOssConfig",
         {**_LLAMA, **_EXPERTS, "head_dim": 12, "sliding_window": 8, "layer_types": _WINDOWS},
         impls=("eager",),
         absent={"sdpa": _NO_SDPA.format("gpt-oss", "it has attention sinks")},
     ),
-    _decoder("olmo2", "Olmo2ForCausalLM", "Olmo2Config", _LLAMA),
+    _decoder("olmo2", "Olmo2ForCausalLM", _LLAMA),
     _decoder(
         "deepseek_v3",
         "DeepseekV3ForCausalLM",
-        "DeepseekV3Config",
         {
             **_LLAMA,
             "num_key_value_heads": 6,
@@ -172,5 +162,5 @@ DECODERS: tuple[Family, ...] = (
             "v_head_dim": 11,
         },
     ),
-    _decoder("cohere", "CohereForCausalLM", "CohereConfig", {**_LLAMA, "use_qk_norm": True}),
+    _decoder("cohere", "CohereForCausalLM", {**_LLAMA, "use_qk_norm": True}),
 )

@@ -46,11 +46,11 @@ _BART: dict[str, Any] = {
 }
 
 
-def _encoder(name: str, model: str, config: str, settings: Mapping[str, Any], *, sites: int = 2) -> Family:
+def _encoder(name: str, model: str, settings: Mapping[str, Any], *, sites: int = 2) -> Family:
     return Family(
         name=name,
         kind="encoder",
-        build=hf_builder(model, config, settings),
+        build=hf_builder(model, settings),
         inputs=text_inputs,
         sites=sites,
         mask="attention_mask",
@@ -59,12 +59,12 @@ def _encoder(name: str, model: str, config: str, settings: Mapping[str, Any], *,
 
 
 def _vision(
-    name: str, model: str, config: str, settings: Mapping[str, Any], inputs: Callable[[Size], Kwargs], *, sites: int
+    name: str, model: str, settings: Mapping[str, Any], inputs: Callable[[Size], Kwargs], *, sites: int
 ) -> Family:
     return Family(
         name=name,
         kind="vision",
-        build=hf_builder(model, config, settings),
+        build=hf_builder(model, settings),
         inputs=inputs,
         sites=sites,
         absent={"static_decode": _NO_CACHE, "no_cache": _NO_CACHE, "padded": _NOT_TEXT},
@@ -101,7 +101,6 @@ def _whisper_inputs(size: Size) -> Kwargs:
 def _seq2seq(
     name: str,
     model: str,
-    config: str,
     settings: Mapping[str, Any],
     *,
     inputs: Callable[[Size], Kwargs] = _seq2seq_inputs,
@@ -112,7 +111,7 @@ def _seq2seq(
     return Family(
         name=name,
         kind="encoder_decoder",
-        build=hf_builder(model, config, settings),
+        build=hf_builder(model, settings),
         inputs=inputs,
         sites=6,
         sites_in={"static_decode": 4},
@@ -122,12 +121,11 @@ def _seq2seq(
 
 
 ENCODERS: tuple[Family, ...] = (
-    _encoder("bert", "BertModel", "BertConfig", _BERT),
-    _encoder("roberta", "RobertaModel", "RobertaConfig", _BERT),
+    _encoder("bert", "BertModel", _BERT),
+    _encoder("roberta", "RobertaModel", _BERT),
     _encoder(
         "distilbert",
         "DistilBertModel",
-        "DistilBertConfig",
         {
             "vocab_size": VOCAB,
             "dim": 45,
@@ -141,7 +139,6 @@ ENCODERS: tuple[Family, ...] = (
     _encoder(
         "modernbert",
         "ModernBertModel",
-        "ModernBertConfig",
         {
             **_BERT,
             "hidden_size": 48,
@@ -160,7 +157,6 @@ VISION: tuple[Family, ...] = (
     _vision(
         "vit",
         "ViTModel",
-        "ViTConfig",
         {
             "hidden_size": 45,
             "intermediate_size": 56,
@@ -177,7 +173,6 @@ VISION: tuple[Family, ...] = (
         kind="vision",
         build=hf_builder(
             "CLIPModel",
-            "CLIPConfig",
             {
                 "text_config": {**_BERT, "bos_token_id": 1, "eos_token_id": VOCAB - 1, "projection_dim": 20},
                 "vision_config": {
@@ -200,7 +195,6 @@ VISION: tuple[Family, ...] = (
     _vision(
         "swin",
         "SwinModel",
-        "SwinConfig",
         {
             "image_size": 24,
             "patch_size": 2,
@@ -219,7 +213,6 @@ SEQ2SEQ: tuple[Family, ...] = (
     _seq2seq(
         "t5",
         "T5ForConditionalGeneration",
-        "T5Config",
         {
             "vocab_size": VOCAB,
             "d_model": 45,
@@ -236,11 +229,10 @@ SEQ2SEQ: tuple[Family, ...] = (
         },
         uncaptured={} if _TRACES_REQUIRES_GRAD else {"checkpoint": _SETS_REQUIRES_GRAD},
     ),
-    _seq2seq("bart", "BartForConditionalGeneration", "BartConfig", {**_BART, "max_position_embeddings": 64}),
+    _seq2seq("bart", "BartForConditionalGeneration", {**_BART, "max_position_embeddings": 64}),
     _seq2seq(
         "whisper",
         "WhisperForConditionalGeneration",
-        "WhisperConfig",
         {
             **_BART,
             "d_model": 50,  # its sinusoidal positions need an even width

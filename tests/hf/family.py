@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,12 +64,17 @@ class Family:
         return self.sites_in.get(scenario, self.sites)
 
 
-def hf_builder(model: str, config: str, settings: Mapping[str, Any]) -> Callable[[str], nn.Module]:
-    """A builder of `transformers.<model>` from `transformers.<config>(**settings)`, randomly initialised."""
+def config_of(model: str) -> str:
+    """The usual name of the config of a class in transformers."""
+    return re.sub(r"(Model|For[A-Z]\w*|LMHeadModel|WithProjection)$", "", model) + "Config"
+
+
+def hf_builder(model: str, settings: Mapping[str, Any], config: str = "") -> Callable[[str], nn.Module]:
+    """A builder of `transformers.<model>` from its config (by default the usual one), randomly initialised."""
 
     def build(impl: str) -> nn.Module:
         transformers = import_package("transformers")
-        cfg = getattr(transformers, config)(**settings)
+        cfg = getattr(transformers, config or config_of(model))(**settings)
         torch.manual_seed(SEED)
         built = getattr(transformers, model)._from_config(cfg, attn_implementation=impl)
         return spread_weights(built)

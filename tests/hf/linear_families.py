@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from tests.hf.family import config_of
 from tests.hf.packages import import_package
 
 VOCAB = 97
@@ -118,71 +119,42 @@ _VISION: dict[str, Any] = {"vision_config": {"depth": 1, "hidden_size": 32, "num
 
 _GATED, _CHANNEL, _SPACE = "gated delta rule", "Kimi's delta attention", "state space"
 
+
+def _family(
+    name: str, kind: str, model: str, settings: Mapping[str, Any], *, config: str = "", **how: Any
+) -> LinearFamily:
+    """config: where it is not called as the model is."""
+    return LinearFamily(name=name, kind=kind, model=model, config=config or config_of(model), settings=settings, **how)
+
+
 FAMILIES: tuple[LinearFamily, ...] = (
-    LinearFamily(
-        name="qwen3_next",
-        kind=_GATED,
-        model="Qwen3NextForCausalLM",
-        config="Qwen3NextConfig",
-        settings={**_DELTA, **_EXPERTS, "mlp_only_layers": [0, 1, 2]},
-    ),
-    LinearFamily(
-        name="qwen3_5",
-        kind=_GATED,
-        model="Qwen3_5ForCausalLM",
-        config="Qwen3_5TextConfig",
-        settings=_DELTA,
-    ),
-    LinearFamily(
-        name="qwen3_5_moe",
-        kind=_GATED,
-        model="Qwen3_5MoeForCausalLM",
-        config="Qwen3_5MoeTextConfig",
-        settings={**_DELTA, **_EXPERTS},
-    ),
-    LinearFamily(
-        name="qwen4_exp",
-        kind=_GATED,
-        model="Qwen4ExpForCausalLM",
+    _family("qwen3_next", _GATED, "Qwen3NextForCausalLM", {**_DELTA, **_EXPERTS, "mlp_only_layers": [0, 1, 2]}),
+    _family("qwen3_5", _GATED, "Qwen3_5ForCausalLM", _DELTA, config="Qwen3_5TextConfig"),
+    _family("qwen3_5_moe", _GATED, "Qwen3_5MoeForCausalLM", {**_DELTA, **_EXPERTS}, config="Qwen3_5MoeTextConfig"),
+    _family(
+        "qwen4_exp",
+        _GATED,
+        "Qwen4ExpForCausalLM",
+        {**_DELTA, **_EXPERTS, **_INDEXER, "hc_count": 2, "hc_lowrank": 8},
         config="Qwen4ExpTextConfig",
-        settings={**_DELTA, **_EXPERTS, **_INDEXER, "hc_count": 2, "hc_lowrank": 8},
         whole=False,
     ),
-    LinearFamily(
-        name="olmo_hybrid",
-        kind=_GATED,
-        model="OlmoHybridForCausalLM",
-        config="OlmoHybridConfig",
-        settings={**_DELTA, "num_key_value_heads": 4, "linear_num_key_heads": 4},
+    _family(
+        "olmo_hybrid", _GATED, "OlmoHybridForCausalLM", {**_DELTA, "num_key_value_heads": 4, "linear_num_key_heads": 4}
     ),
-    LinearFamily(
-        name="lara_mini",
-        kind=_GATED,
-        model="LaraMiniForCausalLM",
-        config="LaraMiniConfig",
-        settings={**_DELTA, **_EXPERTS},
+    _family("lara_mini", _GATED, "LaraMiniForCausalLM", {**_DELTA, **_EXPERTS}),
+    _family(
+        "kimi_linear",
+        _CHANNEL,
+        "KimiLinearForCausalLM",
+        {**_OF_LAYERS, **_LATENTS, "linear_num_heads": 4, "linear_head_dim": 16},
     ),
-    LinearFamily(
-        name="kimi_linear",
-        kind=_CHANNEL,
-        model="KimiLinearForCausalLM",
-        config="KimiLinearConfig",
-        settings={**_OF_LAYERS, **_LATENTS, "linear_num_heads": 4, "linear_head_dim": 16},
-    ),
-    LinearFamily(
-        name="bailing_hybrid",
-        kind=_CHANNEL,
-        model="BailingHybridForCausalLM",
-        config="BailingHybridConfig",
-        settings={**_OF_LAYERS, **_LATENTS, "head_dim": 16},
-    ),
-    LinearFamily(
-        name="glm5_next",
-        kind=_CHANNEL,
-        model="Glm5NextForConditionalGeneration",
-        config="Glm5NextConfig",
-        text="text_config",
-        settings={
+    _family("bailing_hybrid", _CHANNEL, "BailingHybridForCausalLM", {**_OF_LAYERS, **_LATENTS, "head_dim": 16}),
+    _family(
+        "glm5_next",
+        _CHANNEL,
+        "Glm5NextForConditionalGeneration",
+        {
             **_OF_LAYERS,
             **_LATENTS,
             "q_lora_rank": 16,
@@ -195,13 +167,13 @@ FAMILIES: tuple[LinearFamily, ...] = (
             "index_n_heads": 2,
             "hc_mult": 2,
         },
+        text="text_config",
     ),
-    LinearFamily(
-        name="mamba2",
-        kind=_SPACE,
-        model="Mamba2ForCausalLM",
-        config="Mamba2Config",
-        settings={
+    _family(
+        "mamba2",
+        _SPACE,
+        "Mamba2ForCausalLM",
+        {
             "vocab_size": VOCAB,
             "hidden_size": 64,
             "num_hidden_layers": 2,
@@ -214,35 +186,28 @@ FAMILIES: tuple[LinearFamily, ...] = (
         },
         sites=0,
     ),
-    LinearFamily(
-        name="bamba",
-        kind=_SPACE,
-        model="BambaForCausalLM",
-        config="BambaConfig",
-        settings={**_SIZES, **_MAMBA, "num_hidden_layers": 3, "attn_layer_indices": [2]},
+    _family(
+        "bamba", _SPACE, "BambaForCausalLM", {**_SIZES, **_MAMBA, "num_hidden_layers": 3, "attn_layer_indices": [2]}
     ),
-    LinearFamily(
-        name="falcon_h1",
-        kind=_SPACE,
-        model="FalconH1ForCausalLM",
-        config="FalconH1Config",
-        settings={**_SIZES, **_MAMBA, "num_hidden_layers": 2, "mamba_d_ssm": 128, "head_dim": 16},
+    _family(
+        "falcon_h1",
+        _SPACE,
+        "FalconH1ForCausalLM",
+        {**_SIZES, **_MAMBA, "num_hidden_layers": 2, "mamba_d_ssm": 128, "head_dim": 16},
         sites=2,
         has_gated_steps=True,
     ),
-    LinearFamily(
-        name="granitemoehybrid",
-        kind=_SPACE,
-        model="GraniteMoeHybridForCausalLM",
-        config="GraniteMoeHybridConfig",
-        settings={**_OF_LAYERS, **_MAMBA, "num_local_experts": 0, "shared_intermediate_size": 64},
+    _family(
+        "granitemoehybrid",
+        _SPACE,
+        "GraniteMoeHybridForCausalLM",
+        {**_OF_LAYERS, **_MAMBA, "num_local_experts": 0, "shared_intermediate_size": 64},
     ),
-    LinearFamily(
-        name="nemotron_h",
-        kind=_SPACE,
-        model="NemotronHForCausalLM",
-        config="NemotronHConfig",
-        settings={
+    _family(
+        "nemotron_h",
+        _SPACE,
+        "NemotronHForCausalLM",
+        {
             **_SIZES,
             "layers_block_type": ["mamba", "mamba", "attention"],
             "head_dim": 16,
@@ -254,12 +219,11 @@ FAMILIES: tuple[LinearFamily, ...] = (
             "expand": 2,
         },
     ),
-    LinearFamily(
-        name="zamba2",
-        kind=_SPACE,
-        model="Zamba2ForCausalLM",
-        config="Zamba2Config",
-        settings={
+    _family(
+        "zamba2",
+        _SPACE,
+        "Zamba2ForCausalLM",
+        {
             **_SIZES,
             "num_hidden_layers": 2,
             "layers_block_type": ["linear_attention", "hybrid"],

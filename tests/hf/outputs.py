@@ -73,3 +73,22 @@ def flatten(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str,
             yield from flatten({"keys": layer.keys, "values": layer.values}, (*path, CACHE_PATH, str(index)))
     elif value is not None and not isinstance(value, (bool, int, float, str)):
         raise TypeError(f"output {'.'.join(path)} is a {type(value).__name__}: tell tests/hf/outputs.py how to read it")
+
+
+#: of `generated`
+NEW_TOKENS = 4
+
+
+def generated(model: Any, inputs: dict[str, torch.Tensor], **settings: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens, and the logits that they were chosen by."""
+    result = model.generate(
+        **inputs,
+        max_new_tokens=NEW_TOKENS,
+        min_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        cache_implementation="static",
+        output_logits=True,
+        return_dict_in_generate=True,
+        **settings,
+    )
+    return result.sequences, torch.stack(result.logits)

@@ -17,11 +17,11 @@ from attn_compiler.lowerings.decode import schedule
 from attn_compiler.lowerings.decode.schedule import ScheduleRow
 from attn_compiler.reporting.report import Report
 from tests.hf.family import Size
+from tests.hf.outputs import generated
 from tests.hf.packages import Unavailable, import_package
 from tests.hf.survey import FAMILY
 
 OPTIONS = {"inner": "eager", "strict": True, "lowerings": ("decode", "triton")}
-NEW_TOKENS = 4
 
 
 @pytest.fixture(autouse=True)
@@ -45,21 +45,6 @@ def _inputs(family: str) -> dict[str, torch.Tensor]:
     mask = torch.ones(2, 13, dtype=torch.long)
     mask[0, :4] = 0
     return {"input_ids": inputs["input_ids"], "attention_mask": mask}
-
-
-def _generated(model: Any, inputs: dict[str, torch.Tensor], **settings: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens, and the logits that they were chosen by."""
-    result = model.generate(
-        **inputs,
-        max_new_tokens=NEW_TOKENS,
-        min_new_tokens=NEW_TOKENS,
-        do_sample=False,
-        cache_implementation="static",
-        output_logits=True,
-        return_dict_in_generate=True,
-        **settings,
-    )
-    return result.sequences, torch.stack(result.logits)
 
 
 @pytest.mark.in_turns(3)
@@ -88,8 +73,8 @@ def test_generate_with_a_static_cache(family: str, impl: str) -> None:
     config = import_package("transformers").CompileConfig(backend=backend, mode=None, fullgraph=False, dynamic=False)
     # transformers compiles by itself on accelerators only.
     config._compile_all_devices = True
-    tokens, logits = _generated(model, inputs, disable_compile=True)
-    found, found_logits = _generated(model, inputs, compile_config=config)
+    tokens, logits = generated(model, inputs, disable_compile=True)
+    found, found_logits = generated(model, inputs, compile_config=config)
     assert torch.equal(found, tokens)
     torch.testing.assert_close(found_logits, logits, rtol=1e-4, atol=1e-4 * logits.abs().max().item())
     sites = [site for report in reports for site in report.sites]

@@ -8,24 +8,9 @@ import pytest
 import torch
 
 from tests.hf.family import Size
+from tests.hf.outputs import NEW_TOKENS, generated
 from tests.hf.packages import Unavailable, import_package
 from tests.hf.survey import FAMILY, Recorder
-
-NEW_TOKENS = 4
-
-
-def _logits(model: Any, inputs: dict[str, torch.Tensor], **settings: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    result = model.generate(
-        **inputs,
-        max_new_tokens=NEW_TOKENS,
-        min_new_tokens=NEW_TOKENS,
-        do_sample=False,
-        cache_implementation="static",
-        output_logits=True,
-        return_dict_in_generate=True,
-        **settings,
-    )
-    return result.sequences, torch.stack(result.logits)
 
 
 @pytest.mark.in_turns(4)
@@ -51,8 +36,8 @@ def test_a_left_padded_batch_generates_as_eager_does(family: str, impl: str) -> 
     # transformers compiles by itself on accelerators only.
     compile_config._compile_all_devices = True
 
-    tokens, logits = _logits(model, inputs, disable_compile=True)
-    compiled_tokens, compiled_logits = _logits(model, inputs, compile_config=compile_config)
+    tokens, logits = generated(model, inputs, disable_compile=True)
+    compiled_tokens, compiled_logits = generated(model, inputs, compile_config=compile_config)
 
     # The first token comes from the prefill, which transformers does not compile.
     assert recorder.found == FAMILY[family].expected("static_decode") * (NEW_TOKENS - 1)

@@ -61,10 +61,6 @@ def laid(spec: AttentionSpec) -> AttentionSpec:
     return dataclasses.replace(spec, q=strides(spec.q), k=strides(spec.k), v=strides(spec.v))
 
 
-def in_fp8(spec: AttentionSpec) -> AttentionSpec:
-    return dataclasses.replace(spec, fp8=Fp8Recipe())
-
-
 LONG: dict[str, Any] = {"seqlen_q": 4096, "seqlen_kv": 4096}
 MANY: dict[str, Any] = {"batch": 8, "heads": 32, "heads_kv": 32, "seqlen_q": 2112, "seqlen_kv": 2048}
 FAMILIES: dict[str, tuple[dict[str, Any], Callable[[AttentionSpec], AttentionSpec]]] = {
@@ -73,7 +69,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], Callable[[AttentionSpec], AttentionSpe
     "cudnn": ({}, laid),
     "decode": ({"seqlen_q": 1, "needs_grad": False}, lambda spec: spec),
     "hopper": (LONG, lambda spec: spec),
-    "hopper_fp8": (LONG | {"head_dim": 128, "mask": CAUSAL}, in_fp8),
+    "hopper_fp8": (LONG | {"head_dim": 128, "mask": CAUSAL}, lambda spec: dataclasses.replace(spec, fp8=Fp8Recipe())),
 }
 
 #: family, machine, words of why it does not run there

@@ -38,7 +38,7 @@ class Case:
 
 
 class Cases(list[Case]):
-    """Fills up through its decorator."""
+    """Fills up through its decorator, or row by row."""
 
     def near_miss(
         self,
@@ -50,11 +50,14 @@ class Cases(list[Case]):
         """The decorated function, on q, k, v of SHAPE that require gradients or on `inputs`, is a case of its own name."""
 
         def add(function: Function) -> Function:
-            case = Case(name=function.__name__, function=function, inputs=inputs or qkv, judge=judge, dynamic=dynamic)
-            self.append(case)
+            self.add(function.__name__, judge, function, inputs=inputs or qkv, dynamic=dynamic)
             return function
 
         return add
+
+    def add(self, name: str, judge: Judge, function: Function, **how: Any) -> None:
+        """A case that is one expression. how: `inputs` and `dynamic`, as of `near_miss`."""
+        self.append(Case(**{"name": name, "function": function, "inputs": qkv, "judge": judge, **how}))
 
 
 # ---- inputs ---------------------------------------------------------------------------------------------------------
@@ -74,6 +77,11 @@ def tensors(*shapes: tuple[int, ...], grad: bool = True, dtype: torch.dtype = to
 def qkv(*more: torch.Tensor, grad: bool = True, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     """q, k and v of SHAPE, and what else the function takes."""
     return [*tensors(SHAPE, SHAPE, SHAPE, grad=grad, dtype=dtype), *more]
+
+
+def plain(*more: torch.Tensor) -> list[torch.Tensor]:
+    """q, k and v without gradients."""
+    return qkv(*more, grad=False)
 
 
 def condition(*shape: int) -> torch.Tensor:

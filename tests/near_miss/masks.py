@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import fx
+from torch import Tensor, fx
 
 import attn_compiler
 from attn_compiler.passes.recovering.reading import naming
@@ -22,7 +22,6 @@ from tests.near_miss.checking import BATCH, HEAD_DIM, HEADS, assert_same, normal
 from tests.passes.compiling import captured
 from tests.spec.meanings import Inputs, allows
 
-Tensor = torch.Tensor
 Make = Callable[..., Tensor]
 S, KEYS = 6, 8
 
@@ -60,18 +59,17 @@ class MaskCases(dict[str, Case]):
         """The decorated function makes a mask from its arguments, made anew for each side. It is a case of its own name."""
 
         def add(make: Make) -> Make:
-            self[make.__name__] = Case(
-                make=make,
-                words=words,
-                unproved=unproved,
-                inputs=tuple(inputs.values()),
-                keys=keys,
-                dynamic=dynamic,
-                is_bias=is_bias,
+            self.add(
+                make.__name__, make, words, unproved=unproved, keys=keys, dynamic=dynamic, is_bias=is_bias, **inputs
             )
             return make
 
         return add
+
+    def add(self, name: str, make: Make, words: str = "", /, **given: Any) -> None:
+        """A case that is one expression. given: as to `near_miss`."""
+        how = {key: given.pop(key) for key in ("unproved", "keys", "dynamic", "is_bias") if key in given}
+        self[name] = Case(make=make, words=words, inputs=tuple(given.values()), **how)
 
 
 def rows(n: int = S) -> Tensor:

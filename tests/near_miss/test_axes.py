@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.near_miss.checking import (
     BATCH,
@@ -31,7 +32,6 @@ OVER_KEYS = "the softmax runs over exactly the free axis of one operand"
 CONTRACTS = "the product with v contracts the axis that the softmax ran over"
 AFTER = "the softmax is followed by a product with v"
 KV_HEADS = 2
-Tensor = torch.Tensor
 
 
 def grouped(*more: Tensor) -> list[Tensor]:
@@ -47,14 +47,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 # ---- the softmax ----------------------------------------------------------------------------------------------------
 
 
-@CASES.near_miss(missed(CONTRACTS))
-def softmax_over_the_queries_of_a_square(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return (q @ k.mT * 0.3).softmax(-2) @ v
-
-
-@CASES.near_miss(missed(OVER_KEYS))
-def softmax_over_the_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return (q @ k.mT * 0.3).softmax(1) @ v
+CASES.add("softmax_over_the_queries_of_a_square", missed(CONTRACTS), lambda q, k, v: (q @ k.mT * 0.3).softmax(-2) @ v)
+CASES.add("softmax_over_the_heads", missed(OVER_KEYS), lambda q, k, v: (q @ k.mT * 0.3).softmax(1) @ v)
 
 
 @CASES.near_miss(missed(OVER_KEYS))
@@ -67,10 +61,8 @@ def softmax_over_a_part_of_the_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q @ k.mT * 0.3).unflatten(-1, (2, 3)).softmax(-1).flatten(3) @ v
 
 
-@CASES.near_miss(described("scale 0.3"))
-def keys_times_queries(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Scores with the keys first, and a softmax over them: attention all the same."""
-    return (k @ q.mT * 0.3).softmax(-2).mT @ v
+# Scores with the keys first, and a softmax over them: attention all the same.
+CASES.add("keys_times_queries", described("scale 0.3"), lambda q, k, v: (k @ q.mT * 0.3).softmax(-2).mT @ v)
 
 
 @CASES.near_miss(missed(OVER_KEYS), inputs=lambda: tensors((BATCH, LENGTH, HEAD_DIM), (HEAD_DIM, 1)))
@@ -91,9 +83,7 @@ def router(x: Tensor, experts: Tensor) -> Tensor:
 # ---- the product with v ---------------------------------------------------------------------------------------------
 
 
-@CASES.near_miss(missed(CONTRACTS))
-def weights_transposed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return (q @ k.mT * 0.3).softmax(-1).mT @ v
+CASES.add("weights_transposed", missed(CONTRACTS), lambda q, k, v: (q @ k.mT * 0.3).softmax(-1).mT @ v)
 
 
 @CASES.near_miss(described("scale 0.3"), inputs=lambda: tensors(SHAPE, SHAPE, (BATCH, LENGTH, HEADS, HEAD_DIM)))
@@ -230,9 +220,7 @@ def heads_gathered_in_another_order(q: Tensor, k: Tensor, v: Tensor, order: Tens
     return attend(q, k[:, order], v[:, order.flip(0)])
 
 
-@CASES.near_miss(described("scale 0.3"))
-def keys_rolled_and_values_flipped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return attend(q, k.roll(1, 2), v.flip(2))
+CASES.add("keys_rolled_and_values_flipped", described("scale 0.3"), lambda q, k, v: attend(q, k.roll(1, 2), v.flip(2)))
 
 
 @CASES.near_miss(described("scale 0.3"))
@@ -261,9 +249,7 @@ def sized(batch: int = 2, heads: int = 4, queries: int = 6, keys: int = 6, head_
     return tensors((batch, heads, queries, head_dim), kv, kv)
 
 
-@CASES.near_miss(described("scale 0.3"), inputs=lambda: sized(queries=1))
-def one_query(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return attend(q, k, v)
+CASES.add("one_query", described("scale 0.3"), lambda q, k, v: attend(q, k, v), inputs=lambda: sized(queries=1))
 
 
 @CASES.near_miss(described("scale 0.3"), inputs=lambda: sized(queries=1, keys=1, heads=1))
@@ -271,14 +257,12 @@ def one_of_everything(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return attend(q, k, v)
 
 
-@CASES.near_miss(described("scale 0.3"), inputs=lambda: sized(head_dim=1))
-def one_element_a_head(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return attend(q, k, v)
-
-
-@CASES.near_miss(described("scale 0.3"), inputs=lambda: sized(queries=17))
-def more_queries_than_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return attend(q, k, v)
+CASES.add(
+    "one_element_a_head", described("scale 0.3"), lambda q, k, v: attend(q, k, v), inputs=lambda: sized(head_dim=1)
+)
+CASES.add(
+    "more_queries_than_keys", described("scale 0.3"), lambda q, k, v: attend(q, k, v), inputs=lambda: sized(queries=17)
+)
 
 
 @CASES.near_miss(described(lowering="reference", because="observed seqlen_q 0"), inputs=lambda: sized(queries=0))
@@ -300,10 +284,10 @@ def mask_of_the_transposed_scores(q: Tensor, k: Tensor, v: Tensor, kept: Tensor)
     return scores.softmax(-1) @ v
 
 
-@CASES.near_miss(missed(CONTRACTS))
-def scores_transposed_before_the_softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """A later transpose makes queries of the keys, and the product with v takes them for keys."""
-    return (q @ k.mT * 0.3).mT.softmax(-1).mT @ v
+# A later transpose makes queries of the keys, and the product with v takes them for keys.
+CASES.add(
+    "scores_transposed_before_the_softmax", missed(CONTRACTS), lambda q, k, v: (q @ k.mT * 0.3).mT.softmax(-1).mT @ v
+)
 
 
 @CASES.near_miss(described("scale 0.3", "dense additive"), inputs=lambda: qkv(normal(1, LENGTH, 1, LENGTH)))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.near_miss.checking import BATCH, LENGTH, Case, Cases, check, condition, described, normal, qkv, refused
 
-Tensor = torch.Tensor
 CASES = Cases()
 NOT_SHOWN = "were not shown to be 0 and 1"
 PADDING = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]])

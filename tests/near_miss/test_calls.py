@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attn_compiler
@@ -32,7 +33,6 @@ from tests.near_miss.checking import (
 )
 
 CASES = Cases()
-Tensor = torch.Tensor
 attention = F.scaled_dot_product_attention
 kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 

@@ -5,18 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from tests.near_miss.checking import LENGTH, Case, Cases, check, described, missed, qkv, refused
+from tests.near_miss.checking import LENGTH, Case, Cases, check, described, missed, plain, qkv, refused
 
-Tensor = torch.Tensor
 LOWEST = torch.finfo(torch.float32).min
 CASES = Cases()
 MAY_BE_UNDONE = "masks by"
-
-
-def plain(*more: Tensor) -> list[Tensor]:
-    """q, k and v without gradients."""
-    return qkv(*more, grad=False)
 
 
 def rows() -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from tests.near_miss.checking import (
@@ -27,7 +28,6 @@ from tests.near_miss.checking import (
 LENGTH = 160
 SHAPE = (BATCH, HEADS, LENGTH, HEAD_DIM)
 CASES = Cases()
-Tensor = torch.Tensor
 BLOCKS = "the block mask is shown to be made of its mask_mod"
 
 

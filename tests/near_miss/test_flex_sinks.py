@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
 from tests.near_miss.checking import BATCH, HEAD_DIM, HEADS, Case, Cases, check, described, normal, tensors, with_lse
@@ -15,7 +16,6 @@ from tests.near_miss.checking import BATCH, HEAD_DIM, HEADS, Case, Cases, check,
 LENGTH = 12
 SHAPE = (BATCH, HEADS, LENGTH, HEAD_DIM)
 CASES = Cases()
-Tensor = torch.Tensor
 
 
 @pytest.fixture(autouse=True)

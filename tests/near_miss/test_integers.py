@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.near_miss.masks import MaskCases, S, causal, check, columns, rows, whole
 
-Tensor = torch.Tensor
 INT64, INT32 = torch.iinfo(torch.int64), torch.iinfo(torch.int32)
 DENSE = "and holds an element for each query and key"
 

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from tests.near_miss.checking import Case, Cases, Function, Judge, check, condition, described, missed, refused, tensors
 
-Tensor = torch.Tensor
 CASES = Cases()
 JOINED = "between the product q kᵀ and the softmax"
 B, H, S, D = 2, 2, 9, 8

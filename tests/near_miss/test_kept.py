@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import attn_compiler
 from tests.near_miss.checking import BATCH, HEAD_DIM, HEADS, LENGTH, SHAPE, condition, normal, qkv, tensors
 
-Tensor = torch.Tensor
 Write = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
 
 LOWERINGS = ("sdpa_cpu_flash", "reference", "math")

@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.near_miss.checking import BATCH, HEAD_DIM, HEADS, Case, Judge, check, described, missed, refused, tensors
 
 LENGTH = 6
 SHAPE = (BATCH, HEADS, LENGTH, HEAD_DIM)
 LOW, NONE = -1e9, float("-inf")
-Tensor = torch.Tensor
 #: weights of scores and of the pairs that a causal mask and one of keys allow
 Function = Callable[[Tensor, Tensor, Tensor], Tensor]
 

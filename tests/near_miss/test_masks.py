@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.near_miss.checking import BATCH, HEADS, normal
 from tests.near_miss.masks import KEYS, MaskCases, S, causal, check, columns, rows, whole
 
-Tensor = torch.Tensor
 LOWEST = torch.finfo(torch.float32).min
 
 CASES = MaskCases()
@@ -70,19 +70,11 @@ def documents_inverted(ids: Tensor) -> Tensor:
     return (ids[:, None, None, :] != ids[:, None, :, None]) | (columns() == rows())
 
 
-@near_miss("mask[b, q] ≠ 0", mask=PADDING)
-def padding_along_the_queries(mask: Tensor) -> Tensor:
-    return mask[:, None, :, None] != 0
-
-
-@near_miss("key padding mask[b, k]", mask=PADDING)
-def padding_along_the_keys(mask: Tensor) -> Tensor:
-    return mask[:, None, None, :] != 0
-
-
-@near_miss("key padding ¬mask[b, k]", mask=lambda: 1 - PADDING())
-def padding_inverted(mask: Tensor) -> Tensor:
-    return mask[:, None, None, :] == 0
+CASES.add("padding_along_the_queries", lambda mask: mask[:, None, :, None] != 0, "mask[b, q] ≠ 0", mask=PADDING)
+CASES.add("padding_along_the_keys", lambda mask: mask[:, None, None, :] != 0, "key padding mask[b, k]", mask=PADDING)
+CASES.add(
+    "padding_inverted", lambda mask: mask[:, None, None, :] == 0, "key padding ¬mask[b, k]", mask=lambda: 1 - PADDING()
+)
 
 
 @near_miss("keys where mask[b, k] = 1", mask=whole([1, 1, 2, 1, 1, 0], [1, 1, 1, 1, 0, -1]))
@@ -133,29 +125,11 @@ def window_of_a_run_time_size(size: Tensor) -> Tensor:
 # ---- one node off ---------------------------------------------------------------------------------------------------
 
 
-@near_miss("strictly causal")
-def strictly_below() -> Tensor:
-    return columns() < rows()
-
-
-@near_miss("causal from 1")
-def one_diagonal_more() -> Tensor:
-    return torch.ones(S, S, dtype=torch.bool).tril(diagonal=1)
-
-
-@near_miss("causal ∧ window (2 back)")
-def window_without_its_edge() -> Tensor:
-    return causal() & (columns() > rows() - 3)
-
-
-@near_miss("causal ∧ window (3 back)")
-def window_with_its_edge() -> Tensor:
-    return causal() & (columns() >= rows() - 3)
-
-
-@near_miss("window (0 back)")
-def causal_transposed() -> Tensor:
-    return causal().mT
+CASES.add("strictly_below", lambda: columns() < rows(), "strictly causal")
+CASES.add("one_diagonal_more", lambda: torch.ones(S, S, dtype=torch.bool).tril(diagonal=1), "causal from 1")
+CASES.add("window_without_its_edge", lambda: causal() & (columns() > rows() - 3), "causal ∧ window (2 back)")
+CASES.add("window_with_its_edge", lambda: causal() & (columns() >= rows() - 3), "causal ∧ window (3 back)")
+CASES.add("causal_transposed", lambda: causal().mT, "window (0 back)")
 
 
 @near_miss("window (0 back)")
@@ -164,14 +138,8 @@ def causal_of_positions_backwards() -> Tensor:
     return backwards[None, :] <= backwards[:, None]
 
 
-@near_miss("q + 1 <= k")
-def causal_inverted() -> Tensor:
-    return ~causal()
-
-
-@near_miss("causal", keys=KEYS)
-def causal_from_the_top_left() -> Tensor:
-    return columns(KEYS) <= rows()
+CASES.add("causal_inverted", lambda: ~causal(), "q + 1 <= k")
+CASES.add("causal_from_the_top_left", lambda: columns(KEYS) <= rows(), "causal", keys=KEYS)
 
 
 @near_miss("causal (bottom-right)", keys=KEYS)
@@ -184,39 +152,15 @@ def causal_from_neither_corner() -> Tensor:
     return torch.ones(S, KEYS, dtype=torch.bool).tril(diagonal=1)
 
 
-@near_miss("k <= h + q")
-def causal_of_each_head() -> Tensor:
-    return columns() <= rows() + torch.arange(HEADS)[:, None, None]
-
-
-@near_miss("causal ∨ b = 1")
-def causal_in_one_batch_row() -> Tensor:
-    return causal() | (torch.arange(BATCH) == 1)[:, None, None, None]
-
-
-@near_miss("causal ∨ (k = 3 ∧ q = 1)")
-def causal_but_for_one_pair() -> Tensor:
-    return causal() | ((rows() == 1) & (columns() == 3))
-
-
-@near_miss("2·k <= 3·q")
-def causal_in_other_steps() -> Tensor:
-    return 2 * columns() <= 3 * rows()
-
-
-@near_miss("(k // 3) = (q // 2)")
-def chunks_of_two_sizes() -> Tensor:
-    return rows() // 2 == columns() // 3
-
-
-@near_miss("(q // 2) = ((k + 1) // 2)")
-def chunks_with_shifted_keys() -> Tensor:
-    return rows() // 2 == (columns() + 1) // 2
-
-
-@near_miss("((k + q) % 2) = 0")
-def every_other_pair() -> Tensor:
-    return (rows() + columns()) % 2 == 0
+CASES.add("causal_of_each_head", lambda: columns() <= rows() + torch.arange(HEADS)[:, None, None], "k <= h + q")
+CASES.add(
+    "causal_in_one_batch_row", lambda: causal() | (torch.arange(BATCH) == 1)[:, None, None, None], "causal ∨ b = 1"
+)
+CASES.add("causal_but_for_one_pair", lambda: causal() | ((rows() == 1) & (columns() == 3)), "causal ∨ (k = 3 ∧ q = 1)")
+CASES.add("causal_in_other_steps", lambda: 2 * columns() <= 3 * rows(), "2·k <= 3·q")
+CASES.add("chunks_of_two_sizes", lambda: rows() // 2 == columns() // 3, "(k // 3) = (q // 2)")
+CASES.add("chunks_with_shifted_keys", lambda: rows() // 2 == (columns() + 1) // 2, "(q // 2) = ((k + 1) // 2)")
+CASES.add("every_other_pair", lambda: (rows() + columns()) % 2 == 0, "((k + q) % 2) = 0")
 
 
 # ---- dtypes that don't hold the positions -----------------------------------------------------------------------------
@@ -266,9 +210,7 @@ def a_threshold_that_is_rounded() -> Tensor:
 # ---- numbers that are added ---------------------------------------------------------------------------------------------
 
 
-@near_miss("causal")
-def added_zeros_and_lowest() -> Tensor:
-    return torch.where(causal(), 0.0, LOWEST)
+CASES.add("added_zeros_and_lowest", lambda: torch.where(causal(), 0.0, LOWEST), "causal")
 
 
 @near_miss("causal ∧ key padding mask[b, k]", mask=PADDING)
@@ -277,14 +219,8 @@ def added_twice(mask: Tensor) -> Tensor:
     return torch.where(causal(), 0.0, LOWEST) + padding
 
 
-@near_miss(is_bias=True)
-def added_minus_ten_thousand() -> Tensor:
-    return torch.where(causal(), 0.0, -1e4)
-
-
-@near_miss(is_bias=True)
-def added_one_where_it_is_allowed() -> Tensor:
-    return torch.where(columns() == 2, 1.0, 0.0).expand(S, S)
+CASES.add("added_minus_ten_thousand", lambda: torch.where(causal(), 0.0, -1e4), is_bias=True)
+CASES.add("added_one_where_it_is_allowed", lambda: torch.where(columns() == 2, 1.0, 0.0).expand(S, S), is_bias=True)
 
 
 @near_miss(is_bias=True, mask=PADDING)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.near_miss.checking import BATCH, normal
 from tests.near_miss.masks import KEYS, MaskCases, S, causal, check, columns, rows, whole
 
-Tensor = torch.Tensor
 LOWEST = torch.finfo(torch.float32).min
 UNREAD = "was made by scatter in a way that can not be read, and holds an element for each query and key"
 

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from tests.near_miss.checking import (
     BATCH,
@@ -20,6 +21,7 @@ from tests.near_miss.checking import (
     described,
     missed,
     normal,
+    plain,
     qkv,
     tensors,
 )
@@ -27,15 +29,9 @@ from tests.near_miss.checking import (
 CASES = Cases()
 FOLLOWED = "every axis and every step of the scores can be followed"
 RESHAPED = "no tensor of the attention changes its shape in place"
-Tensor = torch.Tensor
 
 #: (B, S, H, D): a kernel's output keeps that order in memory, where the model's own product makes (B, H, S, D)
 BSHD = (BATCH, LENGTH, HEADS, HEAD_DIM)
-
-
-def plain(*more: Tensor) -> list[Tensor]:
-    """q, k and v without gradients."""
-    return qkv(*more, grad=False)
 
 
 def positions_first() -> list[Tensor]:

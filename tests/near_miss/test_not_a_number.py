@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
 import attn_compiler
 from tests.near_miss.checking import LENGTH, Case, Cases, assert_same, check, condition, described, missed, nothing, qkv
 
-Tensor = torch.Tensor
 CASES = Cases()
 FOLLOWED = "every axis and every step of the scores can be followed"
 AFTER = "the softmax is followed by a product with v"

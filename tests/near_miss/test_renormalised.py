@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from tests.near_miss.checking import LENGTH, Case, Cases, check, condition, described, missed, normal, qkv, refused
 
-Tensor = torch.Tensor
 CASES = Cases()
 FOLLOWED = "every axis and every step of the scores can be followed"
 AFTER = "the softmax is followed by a product with v"

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.near_miss.checking import (
     BATCH,
@@ -20,6 +21,7 @@ from tests.near_miss.checking import (
     described,
     missed,
     normal,
+    plain,
     qkv,
     refused,
     tensors,
@@ -29,12 +31,6 @@ CASES = Cases()
 STEPS = "between the product q kᵀ and the softmax stand only"
 FOLLOWED = "every axis and every step of the scores can be followed"
 READERS = "nothing besides the softmax takes a gradient to the scores"
-Tensor = torch.Tensor
-
-
-def plain(*more: Tensor) -> list[Tensor]:
-    """q, k and v without gradients."""
-    return qkv(*more, grad=False)
 
 
 def joined(scores: Tensor, sink: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 
 from attn_compiler.reporting.report import Report
 from tests.near_miss.checking import BATCH, HEAD_DIM, HEADS, Case, Cases, check, described, missed, tensors, with_lse
@@ -13,7 +14,6 @@ from tests.near_miss.checking import BATCH, HEAD_DIM, HEADS, Case, Cases, check,
 LENGTH = 12
 SHAPE = (BATCH, HEADS, LENGTH, HEAD_DIM)
 CASES = Cases()
-Tensor = torch.Tensor
 
 
 def given(*shape: int) -> list[Tensor]:

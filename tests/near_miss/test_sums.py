@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from attn_compiler.reporting.report import Report
 from tests.near_miss.checking import BATCH, HEAD_DIM, HEADS, Case, check, described, tensors, with_lse
 
 LENGTH = 12
 SHAPE = (BATCH, HEADS, LENGTH, HEAD_DIM)
-Tensor = torch.Tensor
 Outputs = Tensor | tuple[Tensor, ...]
 #: outputs of scores, v and one logit a head
 Function = Callable[[Tensor, Tensor, Tensor], Outputs]

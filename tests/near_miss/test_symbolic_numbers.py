@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 
 import attn_compiler
 from attn_compiler.passes.recovering.reading import core
 from tests.near_miss.checking import normal
 
-Tensor = torch.Tensor
 Attention = Callable[..., Tensor]
 
 

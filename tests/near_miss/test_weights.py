@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from tests.near_miss.checking import (
     BATCH,
@@ -30,7 +31,6 @@ AFTER = "the softmax is followed by a product with v"
 FOLLOWED = "every axis and every step of the scores can be followed"
 GRADIENT = "the gradient of the output reaches the scores"
 RETURNED = "they are returned"
-Tensor = torch.Tensor
 
 
 def weigh(q: Tensor, k: Tensor) -> Tensor:
@@ -40,24 +40,10 @@ def weigh(q: Tensor, k: Tensor) -> Tensor:
 # ---- another function than the softmax ------------------------------------------------------------------------------
 
 
-@CASES.near_miss(nothing)
-def relu(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return (q @ k.mT * 0.3).relu() @ v
-
-
-@CASES.near_miss(nothing)
-def sigmoid(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return (q @ k.mT * 0.3).sigmoid() @ v
-
-
-@CASES.near_miss(nothing)
-def gelu(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.gelu(q @ k.mT * 0.3) @ v
-
-
-@CASES.near_miss(nothing)
-def log_softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return (q @ k.mT * 0.3).log_softmax(-1) @ v
+CASES.add("relu", nothing, lambda q, k, v: (q @ k.mT * 0.3).relu() @ v)
+CASES.add("sigmoid", nothing, lambda q, k, v: (q @ k.mT * 0.3).sigmoid() @ v)
+CASES.add("gelu", nothing, lambda q, k, v: F.gelu(q @ k.mT * 0.3) @ v)
+CASES.add("log_softmax", nothing, lambda q, k, v: (q @ k.mT * 0.3).log_softmax(-1) @ v)
 
 
 @CASES.near_miss(described("scale -0.3", lowering="reference"))
@@ -113,22 +99,14 @@ def weights_written_out_that_are_returned(q: Tensor, k: Tensor, v: Tensor) -> tu
     return weights / weights.sum(-1, keepdim=True) @ v, weights
 
 
-@CASES.near_miss(nothing)
-def a_temperature_beside_a_logarithm(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return ((q @ k.mT * 0.3).log_softmax(-1) * 2).exp() @ v
-
-
-@CASES.near_miss(missed(AFTER, "softmax is used by relu"))
-def function_on_the_weights(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return weigh(q, k).relu() @ v
+CASES.add("a_temperature_beside_a_logarithm", nothing, lambda q, k, v: ((q @ k.mT * 0.3).log_softmax(-1) * 2).exp() @ v)
+CASES.add("function_on_the_weights", missed(AFTER, "softmax is used by relu"), lambda q, k, v: weigh(q, k).relu() @ v)
 
 
 # ---- changed weights ------------------------------------------------------------------------------------------------
 
 
-@CASES.near_miss(missed(AFTER, "softmax is used by mul"))
-def weights_times_a_number(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return (weigh(q, k) * 1.0001) @ v
+CASES.add("weights_times_a_number", missed(AFTER, "softmax is used by mul"), lambda q, k, v: (weigh(q, k) * 1.0001) @ v)
 
 
 @CASES.near_miss(missed(AFTER, "softmax is used by mul"), inputs=lambda: qkv(torch.tensor([1.0, 0.0, 1.0, 1.0])))
@@ -253,9 +231,9 @@ def last_weight_sliced_off(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return weigh(q, k)[..., :-1] @ v
 
 
-@CASES.near_miss(missed(FOLLOWED, "takes a part of the weights"))
-def only_the_first_queries(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return weigh(q, k)[:, :, :2] @ v
+CASES.add(
+    "only_the_first_queries", missed(FOLLOWED, "takes a part of the weights"), lambda q, k, v: weigh(q, k)[:, :, :2] @ v
+)
 
 
 @CASES.near_miss(missed(AFTER, "softmax is used by add"))
@@ -283,10 +261,8 @@ def dropout_switched_off(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.dropout_(torch.dropout_(torch.dropout(weigh(q, k), 0.5, False), 0.5, False), 0.0, True) @ v
 
 
-@CASES.near_miss(refused("0.5"))
-def dropout_left_alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """No lowering here has dropout, so the random numbers stay eager's."""
-    return torch.dropout(weigh(q, k), 0.5, True) @ v
+# No lowering here has dropout, so the random numbers stay eager's.
+CASES.add("dropout_left_alone", refused("0.5"), lambda q, k, v: torch.dropout(weigh(q, k), 0.5, True) @ v)
 
 
 @CASES.near_miss(missed(AFTER, "softmax is used by dropout_"), inputs=lambda: qkv(grad=False))
@@ -350,9 +326,7 @@ def weights_times_weights(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 # ---- gradients that are stopped -------------------------------------------------------------------------------------
 
 
-@CASES.near_miss(described("scale 0.3"))
-def q_detached(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return weigh(q.detach(), k) @ v
+CASES.add("q_detached", described("scale 0.3"), lambda q, k, v: weigh(q.detach(), k) @ v)
 
 
 @CASES.near_miss(described("scale 0.3"))
@@ -360,14 +334,8 @@ def k_detached_between_its_views(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return weigh(q, k.transpose(1, 2).contiguous().detach().transpose(1, 2).contiguous()) @ v
 
 
-@CASES.near_miss(described("scale 0.3"))
-def v_detached(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return weigh(q, k) @ v.detach()
-
-
-@CASES.near_miss(missed(AFTER, "softmax is used by detach"))
-def weights_detached(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return weigh(q, k).detach() @ v
+CASES.add("v_detached", described("scale 0.3"), lambda q, k, v: weigh(q, k) @ v.detach())
+CASES.add("weights_detached", missed(AFTER, "softmax is used by detach"), lambda q, k, v: weigh(q, k).detach() @ v)
 
 
 @CASES.near_miss(missed("between the product q kᵀ and the softmax", "detach"))

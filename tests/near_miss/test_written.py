@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import fx
+from torch import Tensor, fx
 from torch.utils.checkpoint import checkpoint
 
 import attn_compiler
@@ -27,7 +27,6 @@ from attn_compiler.passes.writing import lower
 from attn_compiler.verifying.values import Values
 from tests.near_miss.checking import BATCH, HEAD_DIM, HEADS, normal as random
 
-Tensor = torch.Tensor
 KEYS = 8
 PADDING = torch.tensor([[1] * KEYS, [0] * 3 + [1] * (KEYS - 3)])
 

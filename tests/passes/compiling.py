@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ import attn_compiler
 from attn_compiler.passes.graph import mirror, unit
 from attn_compiler.passes.graph.calls import target_name
 from attn_compiler.passes.graph.mirror import Mirror
+from attn_compiler.reasons.errors import AttnCompilerWarning
 from attn_compiler.reporting.facts import SiteReport
 from attn_compiler.reporting.report import Report
 from attn_compiler.torch_private import compat as torch_compat, inductor as torch_inductor, tracing as torch_tracing
@@ -131,3 +133,11 @@ def mark(tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         if size in sizes:
             torch._dynamo.mark_dynamic(tensor, dim)
     return tensor
+
+
+def warned(action: Callable[[], Any]) -> tuple[Any, list[str]]:
+    """What an action returns, and our warnings."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = action()
+    return result, [str(w.message) for w in caught if issubclass(w.category, AttnCompilerWarning)]

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tests.passes.compiling import Compiled, compiled
 
-Tensor = torch.Tensor
 B, H, HKV, S, D = 2, 4, 2, 16, 8
 TOKENS = 20
 OURS = {"lowerings": ["sdpa_cpu_flash", "math"]}

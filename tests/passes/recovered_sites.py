@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from attn_compiler.passes.graph import axes, mirror, mutation, unit
 from attn_compiler.passes.graph.mirror import Mirror
@@ -20,8 +20,6 @@ from attn_compiler.passes.recovering.reading import Reader
 from attn_compiler.torch_private import tracing as torch_tracing
 from tests.passes.mirror_values import MirrorValues
 from tests.spec.meanings import Inputs, adds, allows
-
-Tensor = torch.Tensor
 
 #: what is this low masks, whatever is added to it
 MASKED = -20_000.0

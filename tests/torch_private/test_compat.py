@@ -54,23 +54,6 @@ def test_importing_checks_the_version_first(monkeypatch: pytest.MonkeyPatch) -> 
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-def _capture(gm: fx.GraphModule, seen: list[fx.GraphModule]) -> Callable[..., Any]:
-    seen.append(gm)
-    return gm.forward
-
-
-@pytest.fixture
-def capture() -> Capture:
-    """Dynamo's graphs of one call."""
-
-    def run(function: Callable[..., Any], *args: Any, **compile_options: Any) -> list[fx.GraphModule]:
-        seen: list[fx.GraphModule] = []
-        torch.compile(function, backend=lambda gm, _: _capture(gm, seen), **compile_options)(*args)
-        return seen
-
-    return run
-
-
 def _raise(error: Exception) -> Callable[..., Any]:
     raise error
 

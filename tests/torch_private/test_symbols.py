@@ -27,23 +27,6 @@ from attn_compiler.torch_private import (
 Capture = Callable[..., list[fx.GraphModule]]
 
 
-def _capture(gm: fx.GraphModule, seen: list[fx.GraphModule]) -> Callable[..., Any]:
-    seen.append(gm)
-    return gm.forward
-
-
-@pytest.fixture
-def capture() -> Capture:
-    """Dynamo's graphs of one call."""
-
-    def run(function: Callable[..., Any], *args: Any, **compile_options: Any) -> list[fx.GraphModule]:
-        seen: list[fx.GraphModule] = []
-        torch.compile(function, backend=lambda gm, _: _capture(gm, seen), **compile_options)(*args)
-        return seen
-
-    return run
-
-
 def test_dims_and_conditions_add_no_guard(capture: Capture) -> None:
     (gm,) = capture(lambda x: x.sin(), torch.randn(6, 3), dynamic=True)
     sizes = [torch_compat.fake_value(n) for n in gm.graph.nodes if isinstance(torch_compat.fake_value(n), torch.SymInt)]

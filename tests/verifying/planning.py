@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from attn_compiler.options.options import Options
 from attn_compiler.passes import rewrite
@@ -18,7 +18,6 @@ from attn_compiler.reporting.verifications import Verification
 from attn_compiler.verifying import first
 from attn_compiler.verifying.plan import CheckPlan, prepare
 
-Tensor = torch.Tensor
 SHAPE = (2, 4, 6, 8)
 LENGTH = SHAPE[2]
 PADDING = torch.tensor([[1] * LENGTH, [1, 1, 1, 0, 0, 1]])

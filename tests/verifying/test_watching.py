@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from attn_compiler.verifying import watching
 from attn_compiler.verifying.watching import Arrived, CannotWatchError
-
-Tensor = torch.Tensor
 
 
 class _Joined(torch.autograd.Function):

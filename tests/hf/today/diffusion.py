@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-
 from tests.hf.today.model import Call, FromArguments, Kwargs, Model, integers, zeros
 
 Inputs = Callable[[Any], Kwargs]
@@ -20,22 +18,14 @@ def _model(name: str, cls: str, settings: Mapping[str, Any], inputs: Inputs) -> 
     return Model(name=name, package="diffusers", make=FromArguments(model=cls, settings=settings), calls=calls)
 
 
-def _time(model: Any, batch: int) -> torch.Tensor:
-    return zeros(model, batch)
-
-
-def _text(model: Any, batch: int, length: int, width: int) -> torch.Tensor:
-    return zeros(model, batch, length, width)
-
-
 def _flux(model: Any) -> Kwargs:
     given = model.config
     ids = 4 if "Flux2" in type(model).__name__ else 3
     inputs = {
         "hidden_states": zeros(model, 1, 4096, given.in_channels),
-        "encoder_hidden_states": _text(model, 1, 512, given.joint_attention_dim),
-        "timestep": _time(model, 1),
-        "guidance": _time(model, 1),
+        "encoder_hidden_states": zeros(model, 1, 512, given.joint_attention_dim),
+        "timestep": zeros(model, 1),
+        "guidance": zeros(model, 1),
         "img_ids": zeros(model, 4096, ids).float(),
         "txt_ids": zeros(model, 512, ids).float(),
     }
@@ -46,8 +36,8 @@ def _qwen(model: Any) -> Kwargs:
     given = model.config
     return {
         "hidden_states": zeros(model, 2, 4096, given.in_channels),
-        "encoder_hidden_states": _text(model, 2, 512, given.joint_attention_dim),
-        "timestep": _time(model, 2),
+        "encoder_hidden_states": zeros(model, 2, 512, given.joint_attention_dim),
+        "timestep": zeros(model, 2),
         "img_shapes": [[(1, 64, 64)]] * 2,
     }
 
@@ -57,7 +47,7 @@ def _wan(model: Any) -> Kwargs:
     return {
         "hidden_states": zeros(model, 1, given.in_channels, 21, 60, 104),
         "timestep": integers(model, 1, value=1),
-        "encoder_hidden_states": _text(model, 1, 512, given.text_dim),
+        "encoder_hidden_states": zeros(model, 1, 512, given.text_dim),
     }
 
 
@@ -66,10 +56,10 @@ def _hunyuan(model: Any) -> Kwargs:
     return {
         "hidden_states": zeros(model, 1, given.in_channels, 17, 60, 104),
         "timestep": integers(model, 1, value=1),
-        "encoder_hidden_states": _text(model, 1, 256, given.text_embed_dim),
+        "encoder_hidden_states": zeros(model, 1, 256, given.text_embed_dim),
         "encoder_attention_mask": integers(model, 1, 256, value=1),
         "pooled_projections": zeros(model, 1, given.pooled_projection_dim),
-        "guidance": _time(model, 1),
+        "guidance": zeros(model, 1),
     }
 
 
@@ -77,7 +67,7 @@ def _ltx(model: Any) -> Kwargs:
     given = model.config
     return {
         "hidden_states": zeros(model, 1, 16 * 16 * 24, given.in_channels),
-        "encoder_hidden_states": _text(model, 1, 128, given.caption_channels),
+        "encoder_hidden_states": zeros(model, 1, 128, given.caption_channels),
         "timestep": integers(model, 1, value=1),
         "encoder_attention_mask": integers(model, 1, 128, value=1),
         "num_frames": 16,
@@ -90,7 +80,7 @@ def _sd3(model: Any) -> Kwargs:
     given = model.config
     return {
         "hidden_states": zeros(model, 2, given.in_channels, 128, 128),
-        "encoder_hidden_states": _text(model, 2, 333, given.joint_attention_dim),
+        "encoder_hidden_states": zeros(model, 2, 333, given.joint_attention_dim),
         "pooled_projections": zeros(model, 2, given.pooled_projection_dim),
         "timestep": integers(model, 2, value=1),
     }
@@ -102,7 +92,7 @@ def _sdxl(model: Any) -> Kwargs:
     return {
         "sample": zeros(model, 2, 4, 128, 128),
         "timestep": integers(model, 2, value=1),
-        "encoder_hidden_states": _text(model, 2, 77, given.cross_attention_dim),
+        "encoder_hidden_states": zeros(model, 2, 77, given.cross_attention_dim),
         "encoder_attention_mask": integers(model, 2, 77, value=1),
         "added_cond_kwargs": {"text_embeds": zeros(model, 2, pooled), "time_ids": zeros(model, 2, 6)},
     }
@@ -112,7 +102,7 @@ def _pixart(model: Any) -> Kwargs:
     given = model.config
     return {
         "hidden_states": zeros(model, 2, 4, 128, 128),
-        "encoder_hidden_states": _text(model, 2, 300, given.caption_channels),
+        "encoder_hidden_states": zeros(model, 2, 300, given.caption_channels),
         "timestep": integers(model, 2, value=1),
         "encoder_attention_mask": integers(model, 2, 300, value=1),
         "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
@@ -123,7 +113,7 @@ def _z_image(model: Any) -> Kwargs:
     given = model.config
     return {
         "x": [zeros(model, given.in_channels, 1, 128, 128) for _ in range(2)],
-        "t": _time(model, 2),
+        "t": zeros(model, 2),
         "cap_feats": [zeros(model, length, given.cap_feat_dim) for length in (512, 503)],
     }
 
@@ -131,8 +121,8 @@ def _z_image(model: Any) -> Kwargs:
 def _auraflow(model: Any) -> Kwargs:
     return {
         "hidden_states": zeros(model, 2, 4, 128, 128),
-        "encoder_hidden_states": _text(model, 2, 256, model.config.joint_attention_dim),
-        "timestep": _time(model, 2),
+        "encoder_hidden_states": zeros(model, 2, 256, model.config.joint_attention_dim),
+        "timestep": zeros(model, 2),
     }
 
 
@@ -140,8 +130,8 @@ def _sana(model: Any) -> Kwargs:
     given = model.config
     return {
         "hidden_states": zeros(model, 2, given.in_channels, 32, 32),
-        "encoder_hidden_states": _text(model, 2, 300, given.caption_channels),
-        "timestep": _time(model, 2),
+        "encoder_hidden_states": zeros(model, 2, 300, given.caption_channels),
+        "timestep": zeros(model, 2),
         "encoder_attention_mask": integers(model, 2, 300, value=1),
     }
 
@@ -150,7 +140,7 @@ def _cogvideo(model: Any) -> Kwargs:
     given = model.config
     return {
         "hidden_states": zeros(model, 1, 13, given.in_channels, 60, 90),
-        "encoder_hidden_states": _text(model, 1, 226, given.text_embed_dim),
+        "encoder_hidden_states": zeros(model, 1, 226, given.text_embed_dim),
         "timestep": integers(model, 1, value=1),
     }
 

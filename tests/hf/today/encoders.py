@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tests.hf.family import config_of
 from tests.hf.today.model import TOKENS, Call, FromConfig, Kwargs, Model, integers, zeros
 
 Inputs = Callable[[Any], Kwargs]
@@ -19,10 +20,8 @@ def _calls(infer: Inputs, training: Inputs | None = None) -> tuple[Call, ...]:
     )
 
 
-def _model(
-    name: str, model: str, config: str, settings: Mapping[str, Any], calls: tuple[Call, ...], impl: str = "sdpa"
-) -> Model:
-    made = FromConfig(model=model, config=config, settings=settings, impl=impl)
+def _model(name: str, model: str, settings: Mapping[str, Any], calls: tuple[Call, ...], impl: str = "sdpa") -> Model:
+    made = FromConfig(model=model, config=config_of(model), settings=settings, impl=impl)
     return Model(name=name, package="transformers", make=made, calls=calls)
 
 
@@ -35,7 +34,7 @@ def _text(
         return {"input_ids": integers(of, batch, length), "attention_mask": integers(of, batch, length, value=1)}
 
     given = {**TOKENS, "num_hidden_layers": 2, **settings}
-    return _model(name, f"{model}Model", f"{model}Config", given, _calls(padded), impl)
+    return _model(name, f"{model}Model", given, _calls(padded), impl)
 
 
 def _images(batch: int, size: int, **further: int) -> Inputs:
@@ -127,32 +126,25 @@ def _points(of: Any) -> Kwargs:
 
 VISION: tuple[Model, ...] = (
     _model(
-        "DINOv3 L",
-        "DINOv3ViTModel",
-        "DINOv3ViTConfig",
-        {"hidden_size": 1024, **_VIT, "num_register_tokens": 4},
-        _calls(_images(8, 512)),
+        "DINOv3 L", "DINOv3ViTModel", {"hidden_size": 1024, **_VIT, "num_register_tokens": 4}, _calls(_images(8, 512))
     ),
     _model(
         "SAM B, images",
         "SamVisionModel",
-        "SamVisionConfig",
         {"num_hidden_layers": 2, "global_attn_indexes": [1]},
         _calls(_images(2, 1024)),
     ),
     _model(
         "SAM B, images, eager",
         "SamVisionModel",
-        "SamVisionConfig",
         {"num_hidden_layers": 2, "global_attn_indexes": [1]},
         _calls(_images(2, 1024)),
         impl="eager",
     ),
-    _model("SAM 2.1", "Sam2Model", "Sam2Config", {}, _calls(_points)[:1]),
+    _model("SAM 2.1", "Sam2Model", {}, _calls(_points)[:1]),
     _model(
         "Swin v2 tiny",
         "Swinv2Model",
-        "Swinv2Config",
         {"depths": [2, 2, 2, 2], "image_size": 256, "window_size": 8, "drop_path_rate": 0.0},
         _calls(_images(8, 256)),
         impl="eager",
@@ -160,22 +152,19 @@ VISION: tuple[Model, ...] = (
     _model(
         "CLIP L, images",
         "CLIPVisionModel",
-        "CLIPVisionConfig",
         {"hidden_size": 1024, **_VIT, "image_size": 336, "patch_size": 14},
         _calls(_images(32, 336)),
     ),
     _model(
         "SigLIP so400m",
         "SiglipVisionModel",
-        "SiglipVisionConfig",
         {"hidden_size": 1152, **_VIT, "image_size": 384, "patch_size": 14},
         _calls(_images(16, 384)),
     ),
-    _model("SigLIP 2 NaFlex B", "Siglip2VisionModel", "Siglip2VisionConfig", {"num_hidden_layers": 2}, _calls(_naflex)),
+    _model("SigLIP 2 NaFlex B", "Siglip2VisionModel", {"num_hidden_layers": 2}, _calls(_naflex)),
     _model(
         "Depth Anything v2 S",
         "DepthAnythingForDepthEstimation",
-        "DepthAnythingConfig",
         {"backbone_config": _dinov2(384, 6)},
         _calls(_images(8, 518)),
         impl="eager",
@@ -183,7 +172,6 @@ VISION: tuple[Model, ...] = (
     _model(
         "DETR R50",
         "DetrForObjectDetection",
-        "DetrConfig",
         {**_OWN_BACKBONE, "backbone_config": _RESNET, "encoder_layers": 2, "decoder_layers": 2},
         _calls(_images(4, 800))[:1],
         impl="eager",
@@ -218,7 +206,6 @@ SOUND: tuple[Model, ...] = (
     _model(
         "Whisper large v3",
         "WhisperForConditionalGeneration",
-        "WhisperConfig",
         {
             **TOKENS,
             "decoder_start_token_id": 1,
@@ -230,12 +217,11 @@ SOUND: tuple[Model, ...] = (
         },
         _calls(_speech, _labelled),
     ),
-    _model("wav2vec2 BERT", "Wav2Vec2BertModel", "Wav2Vec2BertConfig", _UNAUGMENTED, _calls(_sound(160, 1500))),
-    _model("Parakeet CTC 1.1B", "ParakeetEncoder", "ParakeetEncoderConfig", _FEW, _calls(_sound(80, 3000))),
+    _model("wav2vec2 BERT", "Wav2Vec2BertModel", _UNAUGMENTED, _calls(_sound(160, 1500))),
+    _model("Parakeet CTC 1.1B", "ParakeetEncoder", _FEW, _calls(_sound(80, 3000))),
     _model(
         "wav2vec2 large",
         "Wav2Vec2Model",
-        "Wav2Vec2Config",
         {**_LARGE, **_UNAUGMENTED, "mask_time_prob": 0.0, "feat_extract_norm": "layer", "do_stable_layer_norm": True},
         _calls(_wave),
     ),

@@ -65,20 +65,11 @@ class Fp8Problem:
         return found
 
 
-class Eager:
-    """An emitter whose nodes are tensors. buffers: what delayed scaling keeps, by name."""
+class Eager(kernel_problems.Eager):
+    """buffers: what delayed scaling keeps, by name."""
 
     def __init__(self) -> None:
         self.buffers: dict[str, Tensor] = {}
-
-    def call(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
-
-    def value(self, node: Any) -> Any:
-        return node
-
-    def once(self, key: Any, make: Any) -> Any:
-        return make()
 
     def buffer(self, name: str, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         buffer = self.buffers.setdefault(name, torch.zeros(shape))

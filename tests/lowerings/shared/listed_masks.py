@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
+from torch import Tensor
 
 from attn_compiler.lowerings.shared.ops.listing import HOLES, OPEN, SOME, UNIT, ListAsked
 from attn_compiler.lowerings.shared.parts.kernel_plan import Band
 from tests.lowerings.shared.searched_tiles import Mask, tensors
-
-Tensor = torch.Tensor
 
 PARTS = (("rows",), ("keys",), ("documents_q", "documents_k"), ("mask",))
 BANDS = [None, Band(right=0), Band(left=40, right=3), Band(right=0, left=90, from_end=True), Band(left=-5)]

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import scaled_dot_product_attention
 
 import attn_compiler
 from attn_compiler import ContextParallel
 from attn_compiler.context_parallel import rank_sync
+from attn_compiler.torch_private import inductor as torch_inductor
 from tests.meshes import fake_mesh
 
 #: positions of a rank, sequences, width, heads
@@ -85,3 +86,24 @@ def compile_and_run(
 
 def positions() -> torch.Tensor:
     return torch.arange(LENGTH).expand(BATCH, LENGTH).contiguous()
+
+
+def kept_graphs(monkeypatch: pytest.MonkeyPatch) -> list[fx.GraphModule]:
+    """The graphs that the inner compiler will get."""
+    graphs: list[fx.GraphModule] = []
+    compiled = torch_inductor.compile_with_backend
+
+    def kept(name: str, gm: fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(gm)
+        return compiled(name, gm, inputs)
+
+    monkeypatch.setattr(torch_inductor, "compile_with_backend", kept)
+    return graphs
+
+
+def graph_of(**values: Any) -> fx.Graph:
+    """A graph of inputs with these values of Dynamo's, by name."""
+    graph = fx.Graph()
+    for name, value in values.items():
+        graph.placeholder(name).meta["example_value"] = value
+    return graph

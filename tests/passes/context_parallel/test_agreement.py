@@ -42,6 +42,7 @@ from tests.passes.context_parallel.compiled import (
     causal,
     compile_and_run,
     fresh_mesh,
+    graph_of,
 )
 
 
@@ -206,15 +207,8 @@ def test_the_same_options_say_the_same_on_every_rank() -> None:
     assert _lines({"dump_dir": "somewhere", "cache_rewrites": False}) == _lines({})
 
 
-def _graph(**values: Any) -> fx.Graph:
-    graph = fx.Graph()
-    for name, value in values.items():
-        graph.placeholder(name).meta["example_value"] = value
-    return graph
-
-
 def test_a_call_is_told_by_its_inputs() -> None:
-    graph = _graph(
+    graph = graph_of(
         l_x_=torch.zeros(2, 8, 4).transpose(0, 1).requires_grad_(),
         l_ids_=torch.zeros(2, 8, dtype=torch.int32),
         l_number_=7,

@@ -27,6 +27,7 @@ from tests.passes.context_parallel.compiled import (
     Before,
     compile_and_run,
     fresh_mesh,
+    graph_of,
     positions,
 )
 
@@ -225,15 +226,8 @@ def test_documents_that_a_mask_reads_are_taken() -> None:
 
 
 # Which inputs are cut, and where values hold the sequence.
-def _graph(**values: Any) -> fx.Graph:
-    graph = fx.Graph()
-    for name, value in values.items():
-        graph.placeholder(name).meta["example_value"] = value
-    return graph
-
-
 def test_inputs_are_cut_along_their_positions() -> None:
-    graph = _graph(
+    graph = graph_of(
         l_ids_=torch.zeros(2, 8).long(),
         l_mask_=torch.zeros(8).bool(),
         l_spans_=torch.zeros(2, 3, 8).long(),
@@ -259,7 +253,7 @@ def test_inputs_are_cut_along_their_positions() -> None:
     ],
 )
 def test_what_every_rank_has_is_not_cut(name: str, value: Any) -> None:
-    assert following.inputs(_graph(**{name: value}), ("kept",)) == {}
+    assert following.inputs(graph_of(**{name: value}), ("kept",)) == {}
 
 
 @pytest.mark.parametrize(
@@ -267,7 +261,7 @@ def test_what_every_rank_has_is_not_cut(name: str, value: Any) -> None:
     [("l_kept_", True), ("l_data_kept_", True), ("kept", True), ("l_keptness_", False), ("l_unkept_", False)],
 )
 def test_a_name_is_a_whole_word(name: str, is_meant: bool) -> None:
-    (node,) = _graph(**{name: torch.zeros(2, 8)}).nodes
+    (node,) = graph_of(**{name: torch.zeros(2, 8)}).nodes
     assert following.is_named(node, ("kept",)) is is_meant
 
 

@@ -20,9 +20,8 @@ from attn_compiler.passes.context_parallel import halo
 from attn_compiler.passes.context_parallel.exchanging import GraphLayout
 from attn_compiler.passes.graph import bodies
 from attn_compiler.passes.graph.calls import target_name
-from attn_compiler.torch_private import inductor as torch_inductor
 from tests.lowerings.emitting import GraphEmitter
-from tests.passes.context_parallel.compiled import LENGTH, Data, Model, compile_and_run
+from tests.passes.context_parallel.compiled import LENGTH, Data, Model, compile_and_run, kept_graphs
 
 Q, K = Index("q"), Index("k")
 CAUSAL = ix.compare("<=", K, Q)
@@ -160,14 +159,7 @@ def test_ranks_with_their_halos_compute_the_attention_of_the_whole_sequence(
 
 
 def _graph(monkeypatch: pytest.MonkeyPatch, attend: Any, **given: Any) -> fx.GraphModule:
-    graphs: list[fx.GraphModule] = []
-    compiled = torch_inductor.compile_with_backend
-
-    def kept(name: str, gm: fx.GraphModule, inputs: Any) -> Any:
-        graphs.append(gm)
-        return compiled(name, gm, inputs)
-
-    monkeypatch.setattr(torch_inductor, "compile_with_backend", kept)
+    graphs = kept_graphs(monkeypatch)
     # The other rank is not there to send.
     monkeypatch.setattr(torch_halos, "sent_and_received", lambda x, sent, received, group: x.new_zeros(sum(received)))
     compile_and_run(attend=attend, **given)

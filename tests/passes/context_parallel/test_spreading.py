@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -17,7 +17,6 @@ from attn_compiler.context_parallel import rank_sync
 from attn_compiler.passes.graph import bodies
 from attn_compiler.passes.graph.calls import target_name
 from attn_compiler.reasons.errors import ContextParallelUnsupported
-from attn_compiler.torch_private import inductor as torch_inductor
 from tests.passes.context_parallel.compiled import (
     BATCH,
     HEADS,
@@ -29,6 +28,7 @@ from tests.passes.context_parallel.compiled import (
     causal,
     compile_and_run,
     fresh_mesh,
+    kept_graphs,
 )
 
 
@@ -144,14 +144,7 @@ def _through(*checkpoints: Any) -> Attend:
 
 def test_attention_in_a_checkpoint_is_rewritten_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys are gathered again where they are recomputed; where the rank stands in the sequence is the same."""
-    graphs: list[fx.GraphModule] = []
-    compiled = torch_inductor.compile_with_backend
-
-    def kept(name: str, gm: fx.GraphModule, inputs: Any) -> Any:
-        graphs.append(gm)
-        return compiled(name, gm, inputs)
-
-    monkeypatch.setattr(torch_inductor, "compile_with_backend", kept)
+    graphs = kept_graphs(monkeypatch)
     compile_and_run(attend=_through({"use_reentrant": False}), method="all_gather")
     (gm,) = graphs
     (call,) = [node for node in gm.graph.nodes if bodies.is_higher_order(node)]

@@ -90,10 +90,6 @@ def _told_by(word: str) -> str:
     return rf"outside of attention, each position.*{word}"
 
 
-def _mean(m: Any, x: Tensor) -> Tensor:
-    return _wrapped(x, m["tp"]).mean(1, keepdim=True).to_local() + x
-
-
 def _counted(m: Any, x: Tensor) -> Tensor:
     at = torch.arange(LENGTH, dtype=x.dtype)[None, :, None].expand_as(x).contiguous()
     return (_wrapped(x, m["tp"]) + _wrapped(at, m["tp"])).to_local()
@@ -122,7 +118,7 @@ REFUSED: dict[str, tuple[OnMesh, str]] = {
         "ranks that have other parts",
     ),
     "a sum along the sequence": (lambda m, x: _wrapped(x, m["tp"]).cumsum(1).to_local(), r"aten\.cumsum"),
-    "a mean over positions": (_mean, r"aten\.mean"),
+    "a mean over positions": (lambda m, x: _wrapped(x, m["tp"]).mean(1, keepdim=True).to_local() + x, r"aten\.mean"),
     "a part of the positions": (lambda m, x: _wrapped(x, m["tp"])[:, 1:].to_local(), r"aten\.slice"),
     "a factor of the length": (
         lambda m, x: (_wrapped(x, m["tp"]) * (1 / LENGTH)).to_local(),

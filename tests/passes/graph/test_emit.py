@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import sympy
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 import attn_compiler
 from attn_compiler.passes.graph import axes, emit, mutation
@@ -21,7 +21,6 @@ from attn_compiler.spec.target import Target
 from attn_compiler.torch_private.tracing import fake_mode_of_values
 from tests.passes.compiling import captured, mark, mirror_of
 
-Tensor = torch.Tensor
 aten = torch.ops.aten
 
 

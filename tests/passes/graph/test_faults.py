@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 
 import attn_compiler
@@ -22,11 +21,10 @@ from attn_compiler.passes.pipeline import running, step as one_step, steps
 from attn_compiler.passes.recovering import reach, recover
 from attn_compiler.passes.spelling import expand
 from attn_compiler.passes.writing import lower, select
-from attn_compiler.reasons.errors import AttnCompilerWarning, PassFailed
-from tests.passes.compiling import CPU_FLASH, Compiled, compiled
+from attn_compiler.reasons.errors import PassFailed
+from tests.passes.compiling import CPU_FLASH, Compiled, compiled, warned
 
 B, H, S, D = 2, 4, 6, 8
-Tensor = torch.Tensor
 sdpa = F.scaled_dot_product_attention
 Break = Callable[[pytest.MonkeyPatch], None]
 
@@ -63,13 +61,6 @@ def _with_gradients(function: Callable[..., Tensor]) -> tuple[Tensor, ...]:
     inputs = _inputs()
     out = function(*inputs)
     return (out.detach(), *torch.autograd.grad(out.sin().sum(), inputs))
-
-
-def _warned(action: Callable[[], Any]) -> tuple[Any, list[str]]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        result = action()
-    return result, [str(w.message) for w in caught if issubclass(w.category, AttnCompilerWarning)]
 
 
 def _raising(monkeypatch: pytest.MonkeyPatch, home: Any, name: str, when: Callable[..., bool]) -> None:
@@ -118,7 +109,7 @@ def _owner(mirror: Any, node: Any) -> str:
 
 def _run(name: str, **options: Any) -> tuple[Compiled, tuple[Tensor, ...], list[str]]:
     run = compiled(_Two(), **{"strict": False, **options})
-    got, said = _warned(lambda: _with_gradients(run))
+    got, said = warned(lambda: _with_gradients(run))
     return run, got, said
 
 
@@ -196,7 +187,7 @@ def test_an_attempt_that_failed_shares_nothing(monkeypatch: pytest.MonkeyPatch) 
     mask[..., 0] = False
     inputs = [x.detach() for x in _inputs()]
     run = compiled(function, strict=False)
-    got, said = _warned(lambda: run(*inputs, mask))
+    got, said = warned(lambda: run(*inputs, mask))
     torch.testing.assert_close(got, function(*inputs, mask))
     assert len(said) == 1
     assert run.calls.count(CPU_FLASH) == 2
@@ -223,7 +214,7 @@ def test_buffers_of_a_site_that_failed_are_gone(checkpointed: bool, monkeypatch:
 
     expected = _with_gradients(model)
     run = compiled(function, strict=False)
-    got, said = _warned(lambda: _with_gradients(run))
+    got, said = warned(lambda: _with_gradients(run))
     torch.testing.assert_close(got, expected)
     assert len(said) == 1
     assert run.calls.count(CPU_FLASH) == 2
@@ -301,7 +292,7 @@ def test_a_call_that_can_not_be_expanded_costs_that_call(function: str, monkeypa
     monkeypatch.setattr(expand, "inline", count)
     _raising(monkeypatch, expand, function, lambda *_: len(calls) == 1)
     run = compiled(two, strict=False)
-    got, said = _warned(lambda: run(x))
+    got, said = warned(lambda: run(x))
     torch.testing.assert_close(got, two(x))
     assert len(said) == 1
     assert "pass 'expand' failed" in said[0]
@@ -315,7 +306,7 @@ def test_a_softmax_whose_axis_can_not_be_moved_costs_nothing_else(monkeypatch: p
 
     _raising(monkeypatch, expand, "_parts", lambda *_: True)
     run = compiled(function, strict=False)
-    got, said = _warned(lambda: _with_gradients(run))
+    got, said = warned(lambda: _with_gradients(run))
     torch.testing.assert_close(got, _with_gradients(function))
     assert len(said) == 1
     assert run.calls.count(CPU_FLASH) == 1
@@ -344,7 +335,7 @@ def test_what_is_no_failure_passes_through(stop: type[BaseException], monkeypatc
         with pytest.raises(KeyboardInterrupt):
             run(*_inputs())
         return
-    got, said = _warned(lambda: _with_gradients(run))
+    got, said = warned(lambda: _with_gradients(run))
     torch.testing.assert_close(got, _with_gradients(_Two()))
     assert said == []
     assert run.calls.count(CPU_FLASH) == 3
@@ -399,7 +390,7 @@ def test_a_pass_that_fails_for_one_graph_leaves_the_others(name: str, monkeypatc
         return torch.utils.checkpoint.checkpoint(second, q, k, v, use_reentrant=False)
 
     run = compiled(function, strict=False)
-    got, (text,) = _warned(lambda: _with_gradients(run))
+    got, (text,) = warned(lambda: _with_gradients(run))
     torch.testing.assert_close(got, _with_gradients(function))
     assert f"pass {name!r} failed at wrap_body_0: KeyError: 'not today'" in text
     assert (run.report.num_sites, run.report.num_misses, run.report.faults) == (1, 1, (text,))

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from attn_compiler.passes.graph import fragments, mirror as mirror_module, relevance, unit
@@ -17,7 +17,6 @@ from attn_compiler.torch_private import compat as torch_compat, tracing as torch
 from tests.passes import mirror_equality
 from tests.passes.compiling import mark
 
-Tensor = torch.Tensor
 LAYERS = 3
 
 

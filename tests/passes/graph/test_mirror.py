@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import fx
+from torch import Tensor, fx
 from torch.utils.checkpoint import checkpoint
 
 from attn_compiler.passes.graph import mirror as mirror_module, mutation, relevance
@@ -16,7 +16,6 @@ from attn_compiler.passes.graph.unit import examples, is_anchor_like
 from attn_compiler.torch_private.tracing import fake_mode_of_values, tracing_in
 from tests.passes.compiling import captured, mark, mirror_of
 
-Tensor = torch.Tensor
 aten = torch.ops.aten
 X = (2, 3, 4)
 

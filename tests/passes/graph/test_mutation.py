@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from attn_compiler.passes.graph import mutation
 from tests.passes.compiling import CPU_FLASH, Compiled, compiled, mirror_of
 
 B, H, HKV, S, D = 2, 4, 2, 6, 8
-Tensor = torch.Tensor
 aten = torch.ops.aten
 sdpa = F.scaled_dot_product_attention
 
@@ -247,25 +247,23 @@ def test_mask_written_between_two_layers_is_read_anew(written_out: bool) -> None
     assert run.calls.count(CPU_FLASH) == 2
 
 
-def test_additive_masks_written_between_two_layers_are_combined_anew() -> None:
-    def layer(x: Tensor, mask: Tensor, bias: Tensor) -> Tensor:
-        return F.softmax(x @ x.mT * 0.25 + mask + bias, -1) @ x
+def _layer(x: Tensor, mask: Tensor, bias: Tensor) -> Tensor:
+    return F.softmax(x @ x.mT * 0.25 + mask + bias, -1) @ x
 
+
+def test_additive_masks_written_between_two_layers_are_combined_anew() -> None:
     def function(x: Tensor, mask: Tensor, bias: Tensor) -> Tensor:
-        x = layer(x, mask, bias)
+        x = _layer(x, mask, bias)
         bias.mul_(-3.0)
-        return layer(x, mask, bias)
+        return _layer(x, mask, bias)
 
     run = _check(function, *_inputs(H), torch.randn(B, 1, S, S), torch.randn(1, H, S, S))
     assert run.calls.count(CPU_FLASH) == 2
 
 
 def test_a_mask_that_stays_is_combined_once() -> None:
-    def layer(x: Tensor, mask: Tensor, bias: Tensor) -> Tensor:
-        return F.softmax(x @ x.mT * 0.25 + mask + bias, -1) @ x
-
     def function(x: Tensor, mask: Tensor, bias: Tensor) -> Tensor:
-        return layer(layer(layer(x, mask, bias), mask, bias), mask, bias)
+        return _layer(_layer(_layer(x, mask, bias), mask, bias), mask, bias)
 
     run = _check(function, *_inputs(H), torch.randn(B, 1, S, S), torch.randn(1, H, S, S))
     assert run.calls.count(CPU_FLASH) == 3

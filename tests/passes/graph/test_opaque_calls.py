@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from attn_compiler.passes.graph import opaque_calls
 from tests.passes.compiling import Compiled, compiled
 
-Tensor = torch.Tensor
 SCHEMAS = (
     "flash_attn::_flash_attn_other_forward(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal) -> Tensor",
     "flash_attn_3::fwd(Tensor q, Tensor k, Tensor v) -> Tensor",

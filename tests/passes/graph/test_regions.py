@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attn_compiler.passes.graph import regions
@@ -14,7 +15,6 @@ from tests import numerics
 from tests.passes.compiling import captured, compiled
 
 B, H, S, D = 2, 4, 6, 8
-Tensor = torch.Tensor
 sdpa = F.scaled_dot_product_attention
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import fx
+from torch import Tensor, fx
 from torch.utils.checkpoint import checkpoint
 
 from attn_compiler.options.options import Options
@@ -18,7 +18,6 @@ from attn_compiler.passes.graph.unit import Unit, UnitPlace
 from attn_compiler.torch_private import tracing as torch_tracing
 from tests.passes.compiling import captured, compiled
 
-Tensor = torch.Tensor
 aten = torch.ops.aten
 SHAPE, FEW = (2, 4, 6, 8), (2, 2, 6, 8)
 

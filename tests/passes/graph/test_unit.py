@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from attn_compiler.options.options import Options
@@ -19,7 +19,6 @@ from attn_compiler.torch_private import compat as torch_compat
 from tests.passes.compiling import CPU_FLASH, Compiled, captured, compiled
 
 B, H, HKV, S, D = 2, 4, 2, 6, 8
-Tensor = torch.Tensor
 sdpa = F.scaled_dot_product_attention
 
 

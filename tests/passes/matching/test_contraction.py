@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import string
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -92,11 +93,13 @@ def test_vectors_are_no_contraction_of_ours() -> None:
     assert _parsed(torch.matmul, _random(3, 5), _random(5)) is None
 
 
-def test_baddbmm_keeps_its_factors_and_its_addend() -> None:
+@pytest.mark.parametrize(("op", "batch"), [(torch.addmm, ()), (torch.baddbmm, (2,))])
+def test_a_product_with_an_addend_keeps_its_factors_and_its_addend(op: Any, batch: tuple[int, ...]) -> None:
     def function(lhs: torch.Tensor, rhs: torch.Tensor, addend: torch.Tensor) -> torch.Tensor:
-        return torch.baddbmm(addend, lhs, rhs, beta=0.5, alpha=2)
+        found: torch.Tensor = op(addend, lhs, rhs, beta=0.5, alpha=2)
+        return found
 
-    tensors = _random(2, 3, 5), _random(2, 5, 4), _random(1, 3, 4)
+    tensors = _random(*batch, 3, 5), _random(*batch, 5, 4), _random(*(1 for _ in batch), 3, 4)
     parsed = _parsed(function, *tensors)
     assert parsed is not None
     assert parsed.addend is not None
@@ -183,17 +186,6 @@ def test_tensordot(dims: object) -> None:
     _assert_same(
         lambda a, b: torch.tensordot(a, b, dims), _random(3, 4), _random(4, 3) if dims != ([0], [1]) else _random(5, 3)
     )
-
-
-def test_addmm_keeps_its_factors_and_its_addend() -> None:
-    def function(lhs: torch.Tensor, rhs: torch.Tensor, addend: torch.Tensor) -> torch.Tensor:
-        return torch.addmm(addend, lhs, rhs, beta=0.5, alpha=2)
-
-    tensors = _random(3, 5), _random(5, 4), _random(3, 4)
-    parsed = _parsed(function, *tensors)
-    assert parsed is not None
-    assert (parsed.alpha, parsed.beta) == (2.0, 0.5)
-    torch.testing.assert_close(parsed.beta * tensors[2] + _recomputed(parsed, *tensors[:2]), function(*tensors))
 
 
 def test_other_nodes_are_no_contraction() -> None:

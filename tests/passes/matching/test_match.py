@@ -7,13 +7,13 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from attn_compiler.passes.matching.patterns import PATTERNS
 from attn_compiler.reporting.facts import MissReport
 from tests.passes.compiling import CPU_FLASH, compiled
 
 B, H, S, D = 2, 4, 6, 8
-Tensor = torch.Tensor
 sdpa = F.scaled_dot_product_attention
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from attn_compiler.passes.graph import axes, views
 from attn_compiler.passes.graph.axes import AxisError, Dims
@@ -15,7 +15,6 @@ from attn_compiler.passes.graph.site import Operand
 from attn_compiler.passes.matching import operands
 from tests.passes.compiling import mirror_of
 
-Tensor = torch.Tensor
 aten = torch.ops.aten
 SHAPE = (2, 3, 4, 8)
 

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 import attn_compiler
 from attn_compiler import passes
@@ -28,7 +28,6 @@ from attn_compiler.spec.target import Target
 from tests.passes.compiling import CPU_FLASH, captured, compiled
 
 B, H, S, D = 2, 4, 6, 8
-Tensor = torch.Tensor
 sdpa = F.scaled_dot_product_attention
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from attn_compiler.options.options import Options
@@ -19,7 +19,6 @@ from attn_compiler.reasons.codes import Code
 from attn_compiler.torch_private import tracing as torch_tracing
 from tests.passes.compiling import captured
 
-Tensor = torch.Tensor
 LENGTH = 200
 
 

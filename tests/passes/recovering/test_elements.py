@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Linear, Size
@@ -17,7 +18,6 @@ from attn_compiler.spec.added_scores import Bias
 from tests.passes.compiling import mark
 from tests.passes.recovered_sites import Recovered, recover
 
-Tensor = torch.Tensor
 B, H, S, D = 6, 2, 5, 8
 
 

@@ -7,21 +7,17 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 import attn_compiler
 from attn_compiler.spec.attention import AttentionSpec
 
-Tensor = torch.Tensor
 _OPTIONS = {"inner": "eager", "cache_rewrites": False}
 _LOW = -1e9
 
 
 def _ones(n: int, m: int | None = None) -> Tensor:
     return torch.ones(n, n if m is None else m, dtype=torch.bool)
-
-
-def _roll_rows(n: int) -> Tensor:
-    return _ones(n).tril().roll(1, 0)
 
 
 def _by_blocks(n: int) -> Tensor:
@@ -118,7 +114,7 @@ MADE: dict[str, tuple[Callable[[int], Tensor], str]] = {
 #: the same, where sizes are numbers alone
 WITH_NUMBERS: dict[str, tuple[Callable[[int], Tensor], str]] = {
     "kron of chunks": (lambda n: torch.kron(torch.eye(n // 2), torch.ones(2, 2)).bool(), "chunks of 2"),
-    "roll of rows": (_roll_rows, ""),
+    "roll of rows": (lambda n: _ones(n).tril().roll(1, 0), ""),
     "block_diag": (_by_blocks, ""),
     "documents as one-hot rows": (lambda n: _one_hot(n) @ _one_hot(n).mT > 0, "chunks of 2"),
     "einsum of one-hot rows": (

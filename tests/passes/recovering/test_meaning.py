@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from attn_compiler.spec.masks import MaskSpec
 from tests.passes.compiling import compiled
 
-Tensor = torch.Tensor
 B, S, D = 2, 5, 8
 LOWEST = torch.finfo(torch.float32).min
 

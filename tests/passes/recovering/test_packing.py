@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from attn_compiler.reporting.facts import SiteReport
 from tests.passes.compiling import compiled
 
-Tensor = torch.Tensor
 S = 6
 
 

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from torch.utils.checkpoint import checkpoint
 
 from attn_compiler.spec.attention import AttentionSpec
 from tests.passes.compiling import compiled, mark
 
-Tensor = torch.Tensor
 PADDING = torch.tensor([[1] * 9 + [0] * 4, [1] * 13])
 
 

@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from attn_compiler.index_expr import Expr
 from attn_compiler.passes.recovering import reading
@@ -20,7 +21,6 @@ from attn_compiler.spec.scores import DenseBias, Sinks, Softcap
 from tests.passes.compiling import CPU_FLASH, Compiled, compiled, mark
 
 B, H, HKV, S, D = 2, 4, 2, 6, 8
-Tensor = torch.Tensor
 sdpa = F.scaled_dot_product_attention
 
 

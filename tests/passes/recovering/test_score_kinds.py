@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from attn_compiler.spec import added_scores
 from attn_compiler.spec.added_scores import (
@@ -23,7 +24,6 @@ from attn_compiler.spec.added_scores import (
 from tests.passes.compiling import mark
 from tests.passes.recovered_sites import Recovered, recover
 
-Tensor = torch.Tensor
 B, H, S, KEYS, D = 3, 2, 5, 7, 8
 LOWEST = torch.finfo(torch.float32).min
 MADE = Callable[..., Tensor]

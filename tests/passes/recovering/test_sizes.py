@@ -13,13 +13,12 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 import attn_compiler
 from attn_compiler.options.options import Options
 from attn_compiler.passes.writing.select import decide
 from attn_compiler.spec.target import Target
-
-Tensor = torch.Tensor
 
 MACHINES = [Target.fake(sm=sm) for sm in (80, 89, 90, 100)]
 OPTIONS = {"inner": "eager", "cache_rewrites": False, "strict": True}
@@ -59,12 +58,8 @@ def _x(form: str, n: int, make: Callable[..., Tensor]) -> Tensor:
     return make(2, n, n + (form == "s t") if form in SQUARE else 2, DIM)
 
 
-def _padding(i: Tensor, length: Tensor) -> Tensor:
-    return (i < length)[None, None, None, :]
-
-
 MASKS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "padding": _padding,
+    "padding": lambda i, length: (i < length)[None, None, None, :],
     "causal": lambda i, length: i[None, :] <= i[:, None],
     "window": lambda i, length: (i[None, :] <= i[:, None]) & (i[:, None] - i[None, :] < 3),
     "padding from the left": lambda i, length: (i[None, :] >= i.shape[0] - length) & (i[None, :] <= i[:, None]),

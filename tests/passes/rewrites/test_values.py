@@ -39,10 +39,6 @@ def _empty(**more: Any) -> Tensor:
     return torch.empty(4, 6, **more)
 
 
-def _in_larger_memory() -> Tensor:
-    return torch.empty(25).as_strided((4, 6), (6, 1)).detach()
-
-
 def _written() -> Tensor:
     """A tensor that autograd refuses every use of."""
     base = torch.ones(4, 6, requires_grad=True).clone()
@@ -62,7 +58,7 @@ ALONE: dict[str, Callable[[], Any]] = {
     "strides": lambda: torch.empty_strided((4, 6), (1, 4)),
     "offset": lambda: torch.empty(24).as_strided((3, 6), (6, 1), 6).detach(),
     "no offset": lambda: torch.empty(24).as_strided((3, 6), (6, 1), 0).detach(),
-    "memory": _in_larger_memory,
+    "memory": lambda: torch.empty(25).as_strided((4, 6), (6, 1)).detach(),
     "gradient": lambda: _empty(requires_grad=True),
     "computed": lambda: _empty(requires_grad=True) * 2,
     "view": lambda: _empty().view(4, 6),

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from attn_compiler.passes.spelling import expand
 from tests.passes.compiling import CPU_FLASH, Compiled, captured, compiled
 
 B, S, E, H = 2, 6, 16, 4
-Tensor = torch.Tensor
 FUSED = ("multi_head_attention_forward", "_native_multi_head_attention", "_transformer_encoder_layer_fwd")
 
 

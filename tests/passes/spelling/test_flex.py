@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.attention import flex_attention as flex_module
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
@@ -19,7 +20,6 @@ from attn_compiler.spec.added_scores import Alibi
 from tests.passes.compiling import CPU_FLASH, Compiled, captured, compiled, mark
 
 B, H, HKV, S, D = 2, 4, 2, 24, 16
-Tensor = torch.Tensor
 Function = Callable[..., Any]
 BOTH = {"lowerings": ["sdpa_cpu_flash", "reference"]}
 

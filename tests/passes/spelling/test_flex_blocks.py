@@ -7,15 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from attn_compiler.passes.graph.spelling import Blocks
 from attn_compiler.passes.spelling import flex, flex_blocks
 from attn_compiler.reasons.decisions import Reason
 from tests.passes.compiling import captured
-
-Tensor = torch.Tensor
 
 
 def _causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn.attention import flex_attention as flex_module
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
@@ -17,7 +18,6 @@ from attn_compiler.passes.spelling import flex
 from tests.passes.compiling import Compiled, captured, compiled, mark
 
 B, H, HKV, S, D = 2, 4, 2, 24, 16
-Tensor = torch.Tensor
 Function = Callable[..., Any]
 
 

@@ -9,13 +9,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 
 from attn_compiler.passes.graph.spelling import JOINED
 from attn_compiler.passes.spelling import joined_keys
 from tests import numerics
 from tests.passes.compiling import CPU_FLASH, captured, compiled
 
-Tensor = torch.Tensor
 B, H, S, D, MEMORY = 2, 3, 40, 16, 7
 
 

@@ -7,13 +7,13 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from attn_compiler.passes.spelling import keys_last
 from attn_compiler.torch_private.tracing import fake_mode_of_values
 from tests.passes.compiling import CPU_FLASH, captured, compiled
 
 B, H, S, D = 2, 4, 6, 8
-Tensor = torch.Tensor
 
 
 def _inputs() -> list[Tensor]:

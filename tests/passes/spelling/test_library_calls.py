@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from attn_compiler.passes.graph import library_ops
@@ -15,8 +16,6 @@ from attn_compiler.passes.spelling import library_calls
 from tests import library_kernels
 from tests.passes.compiling import CPU_FLASH, Compiled, compiled
 from tests.passes.library_inputs import HKV, OURS, TOKENS, B, D, H, S, packed, qkv
-
-Tensor = torch.Tensor
 
 
 @pytest.fixture(autouse=True)

@@ -6,13 +6,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from attn_compiler.passes.spelling import products
 from attn_compiler.passes.spelling.products import Product
 from tests.passes.compiling import captured
 
-Tensor = torch.Tensor
 LEFT, RIGHT = (2, 3, 4, 5), (2, 3, 5, 6)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from attn_compiler.lowerings.base import LayoutDemand
 from attn_compiler.passes.writing import layout
@@ -14,7 +15,6 @@ from attn_compiler.spec.attention import Dim, TensorSpec
 from tests.passes.compiling import Compiled, compiled
 
 B, H, S, D = 2, 4, 6, 8
-Tensor = torch.Tensor
 sdpa = F.scaled_dot_product_attention
 
 

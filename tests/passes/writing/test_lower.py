@@ -7,13 +7,13 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from attn_compiler.options.options import Options
 from attn_compiler.passes import run_pipeline
 from tests.passes.compiling import CPU_FLASH, captured, compiled
 
 B, H, HKV, S, D = 2, 4, 2, 6, 8
-Tensor = torch.Tensor
 aten = torch.ops.aten
 sdpa = F.scaled_dot_product_attention
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import pytest
@@ -52,10 +52,13 @@ def test_nobody_takes_launches_outside_of_the_block() -> None:
     assert recorder() is None
 
 
-def test_other_threads_launch() -> None:
+@pytest.mark.parametrize(
+    ("within", "asked"), [(lambda: recording(_Taker()), recorder), (lambda: noting(lambda *_: None), noter)]
+)
+def test_other_threads_launch(within: Callable[[], Any], asked: Callable[[], Any]) -> None:
     found: list[Any] = []
-    with recording(_Taker()):
-        thread = threading.Thread(target=lambda: found.append(recorder()))
+    with within():
+        thread = threading.Thread(target=lambda: found.append(asked()))
         thread.start()
         thread.join()
     assert found == [None]
@@ -101,15 +104,6 @@ def test_the_one_outside_notes_again_when_the_inner_block_is_left_by_an_exceptio
         assert note is not None
         note(None, (), {})
     assert found == ["outer"]
-
-
-def test_other_threads_launch_noting() -> None:
-    found: list[Any] = []
-    with noting(lambda *_: None):
-        thread = threading.Thread(target=lambda: found.append(noter()))
-        thread.start()
-        thread.join()
-    assert found == [None]
 
 
 # A launch as Inductor takes it.

@@ -8,6 +8,7 @@ import itertools
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from torch import Tensor
 
 from attn_compiler.lowerings.shared.ops import documents
 from attn_compiler.lowerings.shared.ops.listing import HEAD, HOLES, SOME, SURPLUS, TAIL, listed
@@ -17,8 +18,6 @@ from tests.lowerings.shared.searched_tiles import Mask, read, searched, tensors
 
 launch = pytest.importorskip("attn_compiler.lowerings.shared.calls.listing_launch")
 document_launch = pytest.importorskip("attn_compiler.lowerings.shared.calls.document_launch")
-
-Tensor = torch.Tensor
 
 
 @settings(deadline=None, max_examples=60)

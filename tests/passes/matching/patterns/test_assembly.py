@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import sympy
 import torch
+from torch import fx
 
 from attn_compiler.passes.graph import axes
 from attn_compiler.passes.graph.axes import Atom, Dim
@@ -37,17 +40,22 @@ def _assemble(
         q=_operand((*dims, (query,), (d_qk,)), [*batch, query, d_qk]),
         k=_operand((*dims, (key,), (d_qk,)), [*own, key, d_qk], (*repeated, *repeated_in_k)),
         v=_operand((*dims, (key,), (d_v,)), [*own, key, d_v], repeated),
-        pattern="test",
-        anchor=node,
-        first=node,
-        out=node,
-        out_dims=(),
-        query=(query,),
-        key=(key,),
-        head_dim_qk=(d_qk,),
-        head_dim_v=(d_v,),
-        scores=SiteScores(),
+        **_of_node(node, query, key, d_qk, d_v),
     )
+
+
+def _of_node(node: fx.Node, query: Atom, key: Atom, d_qk: Atom, d_v: Atom) -> dict[str, Any]:
+    """What else is told of a match that is all one node."""
+    axes_of = {"query": (query,), "key": (key,), "head_dim_qk": (d_qk,), "head_dim_v": (d_v,)}
+    return {
+        "pattern": "test",
+        "anchor": node,
+        "first": node,
+        "out": node,
+        "out_dims": (),
+        "scores": SiteScores(),
+        **axes_of,
+    }
 
 
 def _sizes(dim: Dim) -> list[axes.Size]:
@@ -113,16 +121,7 @@ def test_a_split_that_one_operand_brings_reaches_all() -> None:
         q=_operand((*dims, (query,), (d,)), [batch, heads, query, d]),
         k=k,
         v=Operand(node=node, used=node, dims=k_dims, root=node, root_dims=root_dims, reads=dict(reads)),
-        pattern="test",
-        anchor=node,
-        first=node,
-        out=node,
-        out_dims=(),
-        query=(query,),
-        key=(key,),
-        head_dim_qk=(d,),
-        head_dim_v=(d,),
-        scores=SiteScores(),
+        **_of_node(node, query, key, d, d),
     )
     assert _sizes(match.axes.heads) == [2, 3]
     assert _sizes(match.axes.heads_kv) == [2]

@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 
 from attn_compiler.passes.matching.patterns import score_steps
 from attn_compiler.passes.matching.patterns.steps import Keep
 from tests.passes.compiling import mirror_of
 
-Tensor = torch.Tensor
 NUMBERS = torch.ones(5, 6).tril()
 
 

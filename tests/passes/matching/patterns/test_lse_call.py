@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from attn_compiler.lowerings.graph_ops.lse_op import attention_with_lse
 from attn_compiler.passes.graph import mirror, unit
@@ -19,7 +20,6 @@ from attn_compiler.torch_private import tracing as torch_tracing
 from tests.passes.compiling import Compiled, captured, compiled
 from tests.passes.matched_sites import matched
 
-Tensor = torch.Tensor
 B, H, HKV, Q, N, D, DV = 2, 4, 2, 24, 40, 16, 32
 SCALE = 0.25
 

@@ -6,14 +6,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.matching.patterns import softmax_chain
 from attn_compiler.passes.matching.patterns.score_chain import Joined
 from tests.passes.compiling import mirror_of
 
-Tensor = torch.Tensor
 LOWEST = torch.finfo(torch.float32).min
 CONDITION = torch.ones(1, 1, 4, 4, dtype=torch.bool).tril()
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from attn_compiler.passes.graph.mirror import Mirror
 from attn_compiler.passes.matching.patterns import score_steps
@@ -25,7 +25,6 @@ from attn_compiler.passes.matching.patterns.steps import (
 )
 from tests.passes.compiling import compiled, mirror_of
 
-Tensor = torch.Tensor
 LOWEST = torch.finfo(torch.float32).min
 
 

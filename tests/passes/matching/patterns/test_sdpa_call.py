@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from attn_compiler.reporting.facts import MissReport
 from attn_compiler.spec.masks import Causal
@@ -10,7 +11,6 @@ from tests.passes.compiling import CPU_FLASH, compiled, mark
 from tests.passes.matching.patterns import forms
 from tests.passes.matching.patterns.forms import HKV, KEYS, B, Collection, D, Form, H, S, dense
 
-Tensor = torch.Tensor
 FORMS = Collection()
 form = FORMS.form
 sdpa = F.scaled_dot_product_attention

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from attn_compiler.passes.matching.patterns import sdpa_kernel_call
 from attn_compiler.spec.masks import Causal, Flag, MaskSpec, SlidingWindow
 from tests.passes.compiling import CPU_FLASH, Compiled, compiled, mark
 from tests.passes.matching.patterns.forms import HKV, KEYS, B, D, H, S
 
-Tensor = torch.Tensor
 Function = Callable[..., Any]
 aten = torch.ops.aten
 sdpa = F.scaled_dot_product_attention

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from tests.passes.compiling import Compiled, compiled
 
 B, H, D = 2, 3, 8
 SIZES = (13, 20)
-Tensor = torch.Tensor
 Function = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 #: of the logsumexp (B, H, S, 1) and the logits (1, H, 1, 1): what the output is multiplied by
 Share = Callable[[Tensor, Tensor], Tensor]

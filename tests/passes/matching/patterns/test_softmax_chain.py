@@ -7,13 +7,13 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tests.passes.compiling import compiled
 from tests.passes.matching.patterns import forms
 from tests.passes.matching.patterns.forms import HKV, KEYS, B, Collection, D, Form, H, S, dense
 
-Tensor = torch.Tensor
 LOWEST = torch.finfo(torch.float32).min
 FORMS = Collection()
 form = FORMS.form

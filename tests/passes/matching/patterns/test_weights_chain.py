@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 
 from attn_compiler.passes.graph.site import Refused
 from attn_compiler.passes.matching.patterns import weights_chain
 from attn_compiler.passes.matching.patterns.weights_chain import Way
 from tests.passes.compiling import mirror_of
 
-Tensor = torch.Tensor
 SCORES, V = (2, 4, 5, 6), (2, 4, 6, 8)
 KEPT = torch.ones(2, 1, 5, 6, dtype=torch.bool)
 

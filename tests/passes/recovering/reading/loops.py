@@ -8,10 +8,9 @@ from collections.abc import Callable
 from types import FrameType
 
 import torch
+from torch import Tensor
 
 import attn_compiler
-
-Tensor = torch.Tensor
 
 #: how many steps -> (numbers of shape (S,), rows of shape (·, S)) -> a mask of shape (S, S)
 Loop = Callable[[int], Callable[[Tensor, Tensor], Tensor]]
@@ -31,46 +30,48 @@ def _square(row: Tensor) -> Tensor:
     return row[None, :] & (k <= q)
 
 
-def choices(n: int) -> Callable[[Tensor, Tensor], Tensor]:
-    def make(m: Tensor, rows: Tensor) -> Tensor:
-        x = m
-        for t in range(n):
-            x = torch.where(m >= t + 1, rows[t], x)
-        return _square(x >= 1)
+def _of_values(step: Callable[[Tensor, Tensor, Tensor, int], Tensor]) -> Loop:
+    """Values of positions, changed by each step(values, numbers, rows, t); keys are used whose value is at least 1 in the end."""
 
-    return make
+    def loop(n: int) -> Callable[[Tensor, Tensor], Tensor]:
+        def make(m: Tensor, rows: Tensor) -> Tensor:
+            x = m
+            for t in range(n):
+                x = step(x, m, rows, t)
+            return _square(x >= 1)
 
+        return make
 
-def choices_inside(n: int) -> Callable[[Tensor, Tensor], Tensor]:
-    """The other way round: what is there is taken where the condition holds."""
-
-    def make(m: Tensor, rows: Tensor) -> Tensor:
-        x = m
-        for t in range(n):
-            x = torch.where(m == t, x, rows[t])
-        return _square(x >= 1)
-
-    return make
+    return loop
 
 
-def largest(n: int) -> Callable[[Tensor, Tensor], Tensor]:
-    def make(m: Tensor, rows: Tensor) -> Tensor:
-        x = m
-        for t in range(n):
-            x = torch.maximum(x, rows[t])
-        return _square(x >= 1)
+def _of_pairs(step: Callable[[Tensor, Tensor, int], Tensor]) -> Loop:
+    """A diagonal, changed by each step(mask, rows, t)."""
 
-    return make
+    def loop(n: int) -> Callable[[Tensor, Tensor], Tensor]:
+        def make(m: Tensor, rows: Tensor) -> Tensor:
+            q, k = _positions(m)
+            mask = k <= q
+            for t in range(n):
+                mask = step(mask, rows, t)
+            return mask
+
+        return make
+
+    return loop
 
 
-def differences(n: int) -> Callable[[Tensor, Tensor], Tensor]:
-    def make(m: Tensor, rows: Tensor) -> Tensor:
-        x = m
-        for t in range(n):
-            x = (x - rows[t]).abs()
-        return _square(x >= 1)
-
-    return make
+choices = _of_values(lambda x, m, rows, t: torch.where(m >= t + 1, rows[t], x))
+#: the other way round: what is there is taken where the condition holds
+choices_inside = _of_values(lambda x, m, rows, t: torch.where(m == t, x, rows[t]))
+largest = _of_values(lambda x, m, rows, t: torch.maximum(x, rows[t]))
+differences = _of_values(lambda x, m, rows, t: (x - rows[t]).abs())
+rotated = _of_values(lambda x, m, rows, t: torch.cat([x[1:], x[:1]]))
+rotated_far = _of_values(lambda x, m, rows, t: torch.cat([x[3:], x[:3]]))
+#: each step holds what was there twice
+doubled = _of_values(lambda x, m, rows, t: torch.where(rows[t] > 0, x.abs(), torch.maximum(x, rows[t])))
+conditions = _of_pairs(lambda mask, rows, t: mask & (rows[t] != t))
+both_in_turn = _of_pairs(lambda mask, rows, t: (mask & (rows[t] != t)) | (rows[t] == t + 1)[:, None])
 
 
 def alternatives(n: int) -> Callable[[Tensor, Tensor], Tensor]:
@@ -82,28 +83,6 @@ def alternatives(n: int) -> Callable[[Tensor, Tensor], Tensor]:
         for t in range(n):
             mask = mask | ((q >= t) & (q < t + 2) & (k >= t) & (k < t + 2))
         return mask & (m > 0)
-
-    return make
-
-
-def conditions(n: int) -> Callable[[Tensor, Tensor], Tensor]:
-    def make(m: Tensor, rows: Tensor) -> Tensor:
-        q, k = _positions(m)
-        mask = k <= q
-        for t in range(n):
-            mask = mask & (rows[t] != t)
-        return mask
-
-    return make
-
-
-def both_in_turn(n: int) -> Callable[[Tensor, Tensor], Tensor]:
-    def make(m: Tensor, rows: Tensor) -> Tensor:
-        q, k = _positions(m)
-        mask = k <= q
-        for t in range(n):
-            mask = (mask & (rows[t] != t)) | (rows[t] == t + 1)[:, None]
-        return mask
 
     return make
 
@@ -177,56 +156,29 @@ def filled_in_a_chain(n: int) -> Callable[[Tensor, Tensor], Tensor]:
     return make
 
 
-def rotated(n: int) -> Callable[[Tensor, Tensor], Tensor]:
-    def make(m: Tensor, rows: Tensor) -> Tensor:
-        x = m
-        for _ in range(n):
-            x = torch.cat([x[1:], x[:1]])
-        return _square(x >= 1)
-
-    return make
-
-
-def rotated_far(n: int) -> Callable[[Tensor, Tensor], Tensor]:
-    def make(m: Tensor, rows: Tensor) -> Tensor:
-        x = m
-        for _ in range(n):
-            x = torch.cat([x[3:], x[:3]])
-        return _square(x >= 1)
-
-    return make
-
-
-def doubled(n: int) -> Callable[[Tensor, Tensor], Tensor]:
-    """Each step holds what was there twice."""
-
-    def make(m: Tensor, rows: Tensor) -> Tensor:
-        x = m
-        for t in range(n):
-            x = torch.where(rows[t] > 0, x.abs(), torch.maximum(x, rows[t]))
-        return _square(x >= 1)
-
-    return make
-
-
 #: masks that are proved, whatever the number of steps; of those that grow too large, from a tensor on that holds what came before
-READ: tuple[Loop, ...] = (
-    choices,
-    choices_inside,
-    largest,
-    differences,
-    doubled,
-    alternatives,
-    conditions,
-    numbered,
-    numbered_in_place,
-    written_by_block,
-    filled_in_place,
-    filled_in_a_chain,
-)
+READ: dict[str, Loop] = {
+    "choices": choices,
+    "choices inside": choices_inside,
+    "largest": largest,
+    "differences": differences,
+    "doubled": doubled,
+    "alternatives": alternatives,
+    "conditions": conditions,
+    "numbered": numbered,
+    "numbered in place": numbered_in_place,
+    "written by block": written_by_block,
+    "filled in place": filled_in_place,
+    "filled in a chain": filled_in_a_chain,
+}
 
 #: masks that are only proved up to a number of steps
-BOUNDED: tuple[Loop, ...] = (both_in_turn, written_by_row, rotated, rotated_far)
+BOUNDED: dict[str, Loop] = {
+    "both in turn": both_in_turn,
+    "written by row": written_by_row,
+    "rotated": rotated,
+    "rotated far": rotated_far,
+}
 
 
 class Calls:

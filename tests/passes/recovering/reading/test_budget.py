@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Index
@@ -14,26 +15,13 @@ from attn_compiler.passes.recovering.reading import Reader, Unreadable
 from attn_compiler.passes.recovering.reading.budget import Budget
 from attn_compiler.spec.masks import MaskSpec
 from tests.passes.compiling import compiled, mirror_of
-from tests.passes.recovering.reading.loops import (
-    BOUNDED,
-    READ,
-    Calls,
-    Loop,
-    both_in_turn,
-    choices,
-    differences,
-    doubled,
-    filled_in_place,
-    rotated,
-    written_by_block,
-    written_by_row,
-)
+from tests.passes.recovering.reading.loops import BOUNDED, READ, Calls, Loop
 
-Tensor = torch.Tensor
 S, MOST = 96, 64
 
 #: twice the graph may take a little more than twice the calls: lists are sorted, and tuples copied
 _GROWTH = 2.5
+_LOOPS = READ | BOUNDED
 
 
 def _inputs() -> tuple[Tensor, Tensor]:
@@ -67,9 +55,9 @@ def _calls(loop: Loop, n: int) -> int:
 
 
 @pytest.mark.in_turns(3)
-@pytest.mark.parametrize("loop", READ + BOUNDED, ids=lambda loop: loop.__name__)
-def test_work_grows_no_faster_than_the_graph(loop: Loop) -> None:
-    assert _calls(loop, MOST) <= _GROWTH * _calls(loop, MOST // 2)
+@pytest.mark.parametrize("name", _LOOPS)
+def test_work_grows_no_faster_than_the_graph(name: str) -> None:
+    assert _calls(_LOOPS[name], MOST) <= _GROWTH * _calls(_LOOPS[name], MOST // 2)
 
 
 def _proved(loop: Loop, n: int) -> MaskSpec:
@@ -85,40 +73,38 @@ def _proved(loop: Loop, n: int) -> MaskSpec:
 
 
 @pytest.mark.in_turns(2)
-@pytest.mark.parametrize("loop", READ, ids=lambda loop: loop.__name__)
-def test_a_mask_that_is_made_in_a_loop_is_proved(loop: Loop) -> None:
+@pytest.mark.parametrize("name", READ)
+def test_a_mask_that_is_made_in_a_loop_is_proved(name: str) -> None:
     # What a loop begins with is an alternative, too.
-    found = _proved(loop, MOST - 1)
+    found = _proved(READ[name], MOST - 1)
     assert found.reason is None
     assert found.kinds or found.dense is None
 
 
-@pytest.mark.parametrize("loop", BOUNDED, ids=lambda loop: loop.__name__)
-def test_a_mask_that_takes_too_much_stays_dense_and_says_why(loop: Loop) -> None:
-    found = _proved(loop, MOST)
+@pytest.mark.parametrize("name", BOUNDED)
+def test_a_mask_that_takes_too_much_stays_dense_and_says_why(name: str) -> None:
+    found = _proved(BOUNDED[name], MOST)
     assert found.dense is not None
     assert found.reason is not None
     assert "are the most" in found.reason
 
 
 @pytest.mark.in_turns(2)
-@pytest.mark.parametrize(
-    "loop", [choices, differences, filled_in_place, written_by_block], ids=lambda loop: loop.__name__
-)
-def test_very_many_steps_are_unreadable_and_no_fault(loop: Loop) -> None:
+@pytest.mark.parametrize("name", ["choices", "differences", "filled in place", "written by block"])
+def test_very_many_steps_are_unreadable_and_no_fault(name: str) -> None:
     """They are read in turn: Python's stack has room for a fifth of them."""
-    reader, node = _reader(loop, 4 * MOST)
+    reader, node = _reader(READ[name], 4 * MOST)
     with pytest.raises(Unreadable, match="in a row"):
         reader.read(node, (Index("q"), Index("k")))
 
 
 def test_few_steps_are_proved() -> None:
-    for loop in (written_by_row, both_in_turn):
-        assert _proved(loop, MOST // 2).reason is None
+    for name in ("written by row", "both in turn"):
+        assert _proved(BOUNDED[name], MOST // 2).reason is None
 
 
 def test_a_refusal_is_remembered() -> None:
-    reader, node = _reader(rotated, MOST)
+    reader, node = _reader(_LOOPS["rotated"], MOST)
     at = (Index("q"), Index("k"))
     with pytest.raises(Unreadable, match="steps"):
         reader.read(node, at)
@@ -137,7 +123,7 @@ def test_steps_are_those_of_one_mask() -> None:
 
 
 def test_an_expression_of_too_many_parts_is_gone_on_with_as_a_load() -> None:
-    reader, node = _reader(doubled, MOST // 2)
+    reader, node = _reader(_LOOPS["doubled"], MOST // 2)
     found = reader.read(node, (Index("q"), Index("k")))
     assert found.facts.size <= reader.budget.parts
     assert reader.too_large

@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from attn_compiler.passes.recovering.reading import Unreadable, core
 from attn_compiler.passes.recovering.reading.budget import Budget
 from tests.passes.recovering.reading.evaluating import evaluated, joined
 
-Tensor = torch.Tensor
 B, S = 2, 5
 
 

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 
 from attn_compiler.passes.recovering.reading import Unreadable
 from tests.passes.recovering.reading.evaluating import read
 
-Tensor = torch.Tensor
 S = 5
 ROWS, COLUMNS = torch.arange(S)[:, None], torch.arange(S)[None, :]
 

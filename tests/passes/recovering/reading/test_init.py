@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from tests.passes.recovering.reading.evaluating import evaluated, joined
 
-Tensor = torch.Tensor
 B, S, KEYS = 2, 5, 7
 LOWEST = torch.finfo(torch.float32).min
 RUNS = torch.tensor([[3, 1, 0, 2], [0, 5, 1, 1]])

@@ -9,13 +9,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from attn_compiler.passes.graph import mirror
 from attn_compiler.spec.added_scores import GatheredBias
 from tests.passes.compiling import Compiled, compiled
 
-Tensor = torch.Tensor
 B, H, S, D = 2, 2, 5, 8
 SHAPE = (B, H, S, D)
 PADDING = torch.tensor([[1] * S, [1] * (S - 2) + [0] * 2])

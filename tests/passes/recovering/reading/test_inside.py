@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.passes.recovering.reading.evaluating import read
 
-Tensor = torch.Tensor
 Edit = Callable[[Tensor, Tensor], object]
 A, B, C = 3, 4, 5
 

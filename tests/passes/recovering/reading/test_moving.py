@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from tests.passes.recovering.reading.evaluating import read
 
-Tensor = torch.Tensor
 Function = Callable[[Tensor], Tensor]
 
 X = torch.arange(24.0).view(4, 6) + 0.5

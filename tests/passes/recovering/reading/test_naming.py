@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import attn_compiler
 
-Tensor = torch.Tensor
 SDPA = torch.nn.functional.scaled_dot_product_attention
 
 

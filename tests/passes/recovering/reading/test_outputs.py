@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import attn_compiler
 from attn_compiler.spec.added_scores import Bias, RelativeBias
 from tests.passes.compiling import Compiled, compiled
 
-Tensor = torch.Tensor
 B, H, S, D = 2, 2, 5, 8
 SHAPE = (B, H, S, D)
 Function = Callable[..., Tensor]

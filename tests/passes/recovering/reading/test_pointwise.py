@@ -6,15 +6,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Index
 from attn_compiler.passes.recovering import reading
 from tests.passes.compiling import mirror_of
 from tests.passes.recovering.reading.evaluating import read
-
-Tensor = torch.Tensor
 
 ROUNDED: dict[str, Callable[[Tensor], Tensor]] = {
     "divided": lambda x: x / 3.0,

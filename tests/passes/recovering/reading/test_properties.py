@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings, strategies as st
-from torch import fx
+from torch import Tensor, fx
 from torch._dynamo.exc import TorchRuntimeError
 
 from attn_compiler import index_expr as ix
@@ -29,7 +29,6 @@ from attn_compiler.passes.recovering.reading import Unreadable
 from tests.passes.compiling import mirror_of
 from tests.passes.mirror_values import MirrorValues
 
-Tensor = torch.Tensor
 QUERIES, KEYS = 3, 4
 NAN = float("nan")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from attn_compiler.index_expr import Index
@@ -13,7 +14,6 @@ from attn_compiler.passes.graph.unit import Unit, units
 from attn_compiler.passes.recovering.reading.readers import Readers
 from tests.passes.compiling import captured
 
-Tensor = torch.Tensor
 Q, S = (2, 4, 5, 8), 5
 
 

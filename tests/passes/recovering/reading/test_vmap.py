@@ -7,14 +7,17 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from attn_compiler.passes.recovering.reading import Unreadable
-from tests.passes.compiling import compiled
+from attn_compiler.passes.recovering.reading import Unreadable, per_example
+from tests.passes.compiling import compiled, mirror_of
 from tests.passes.recovering.reading.evaluating import read
 
-Tensor = torch.Tensor
 B, S, KEYS, D = 2, 5, 7, 8
+
+
 PADDING = torch.tensor([[1, 1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 0, 0, 0]], dtype=torch.bool)
+
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -94,8 +97,6 @@ def test_kinds(function: MaskFunction, words: str) -> None:
 
 
 # ---- what stays closed --------------------------------------------------------------------------------------------
-
-
 def _random(m: Tensor) -> Tensor:
     draw = torch.vmap(lambda q: (torch.rand(KEYS) < 0.5) & (torch.arange(KEYS) <= q), randomness="different")
     return draw(torch.arange(S)) & m[0]
@@ -160,3 +161,38 @@ def test_what_is_written_through_the_result_of_a_map_is_read() -> None:
 def test_chunks_of_a_map_are_not_put_together() -> None:
     found = read(lambda m: torch.vmap(lambda row: ~row, chunk_size=1)(m), PADDING)
     assert not found.loads <= {"m"}, found.text
+
+
+def _names(function: Callable[..., Tensor], *inputs: Tensor) -> dict[str, int]:
+    """Op -> how many vmaps its result is one example of, for ops whose result is."""
+    found = per_example.regions_of(mirror_of(function, *inputs))
+    return {
+        node.target.overloadpacket.__name__: len(regions)
+        for node, regions in found.items()
+        if hasattr(node.target, "overloadpacket")
+    }
+
+
+def test_without_a_vmap_nothing_is_one_examples() -> None:
+    assert _names(lambda x: x.sin() + 1, torch.randn(3)) == {}
+
+
+def test_what_is_computed_inside_is_one_examples_and_what_comes_out_is_not() -> None:
+    def function(x: Tensor) -> Tensor:
+        return torch.vmap(lambda row: row.sin())(x.exp()).cos()
+
+    assert _names(function, torch.randn(3, 4)) == {"sin": 1}
+
+
+def test_what_the_examples_share_is_one_examples_once_it_meets_one() -> None:
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        return torch.vmap(lambda row: row * y.sin())(x)
+
+    assert _names(function, torch.randn(3, 4), torch.randn(4)) == {"mul": 1}
+
+
+def test_vmaps_in_each_other() -> None:
+    def function(x: Tensor) -> Tensor:
+        return torch.vmap(torch.vmap(lambda element: element.sin()))(x)
+
+    assert _names(function, torch.randn(3, 4)) == {"sin": 2}
