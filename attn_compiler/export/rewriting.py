@@ -22,14 +22,7 @@ from attn_compiler.export.readable import Readable, put_back, readable
 from attn_compiler.lowerings import families as lowerings, homes  # defines our ops, for programs that were saved
 from attn_compiler.options.options import Options, check_lowering_names, own_name, split_options
 from attn_compiler.passes.spelling import expand
-from attn_compiler.reasons.errors import (
-    AttnCompilerError,
-    AttnCompilerWarning,
-    CompileFailed,
-    ExportUnsupported,
-    NotAnExportedProgram,
-    described,
-)
+from attn_compiler.reasons import errors
 from attn_compiler.reporting.report import Report
 from attn_compiler.spec.target import Target
 from attn_compiler.torch_private import compat as torch_compat, export as torch_export, tracing as torch_tracing
@@ -78,55 +71,55 @@ def rewrite(program: ExportedProgram, /, options: Mapping[str, Any] | Options | 
             report = dataclasses.replace(rewritten.report, graph=_NAME)
         if not rewritten.failed and rewritten.snapshot is not None and mode is not None:
             made = _rebuilt(program, read, rewritten, mode)
-    except AttnCompilerError:
+    except errors.AttnCompilerError:
         # Errors of the user, and of strict=True.
         raise
     except Exception as error:  # noqa: BLE001 (it is told, and raised with strict=True)
         failure = _failure_text(error, own)
         failed = summary.of_failure(gm, {}, {}, failure)
-        report = failed if report is None else summary.taken_back(report, described(error), failure)
+        report = failed if report is None else summary.taken_back(report, errors.described(error), failure)
     publish(report, own)
     return made or torch_export.with_graph(program, torch_export.copied_graph(program), {})
 
 
 def _checked(program: object, options: Mapping[str, Any] | Options | None) -> Options:
     if not isinstance(program, ExportedProgram):
-        raise NotAnExportedProgram(given=f"{type(program).__module__}.{type(program).__qualname__}")
+        raise errors.NotAnExportedProgram(given=f"{type(program).__module__}.{type(program).__qualname__}")
     own = options if isinstance(options, Options) else split_options(None, options)[0]
     check_lowering_names(own, homes.names)
     inductors = [] if isinstance(options, Options) else [name for name in options or {} if own_name(name) is None]
     if inductors:
-        raise ExportUnsupported(
+        raise errors.ExportUnsupported(
             rule="it generates no code, so it takes no option of Inductor",
             observed=", ".join(map(repr, inductors)),
             remedy="Give it to torch._inductor.aoti_compile_and_package(..., inductor_configs={...}).",
         )
     if own.verify:
-        raise ExportUnsupported(
+        raise errors.ExportUnsupported(
             rule="options={'verify': True} compares in the first call of compiled code, which an exported program has none of",
             observed="verify=True",
             remedy="Compare the outputs of rewritten.module() with those of program.module().",
         )
     if own.packs:
-        raise ExportUnsupported(
+        raise errors.ExportUnsupported(
             rule="'unpad' and 'share_prefix' look at each batch before compiled code runs, which an exported program has none of",
             observed="unpad=True" if own.unpad else "share_prefix=True",
             remedy="Compile the model with torch.compile(model, backend='attn_compiler') and the option.",
         )
     if own.keeps_attention:
-        raise ExportUnsupported(
+        raise errors.ExportUnsupported(
             rule="options={'checkpoint': 'keep_attention'} is about a backward, which an exported program has none of",
             observed="checkpoint='keep_attention'",
             remedy="Leave the option out; to train the model, torch.compile(model, backend='attn_compiler').",
         )
     if own.context_parallel is not None:
-        raise ExportUnsupported(
+        raise errors.ExportUnsupported(
             rule="options={'context_parallel': ...} makes code for the processes of one group, which an exported program knows nothing of",
             observed=f"context_parallel={own.context_parallel!r}",
             remedy="Compile the model with torch.compile(model, backend='attn_compiler', options={'context_parallel': ...}).",
         )
     if torch_export.has_backward(program):
-        raise ExportUnsupported(
+        raise errors.ExportUnsupported(
             rule="the program's graph computes the model's output alone",
             observed="a graph of a forward and its backward",
             remedy="Export the model without a loss; to train it, torch.compile(model, backend='attn_compiler').",
@@ -160,15 +153,15 @@ def _rebuilt(program: ExportedProgram, read: Readable, rewritten: Rewritten, mod
 
 def _failure_text(error: Exception, options: Options) -> str:
     """Warn, and return the text for the report; with options.strict raise instead."""
-    said = CompileFailed(
+    said = errors.CompileFailed(
         step="make an exported program of the rewritten graph",
         graph=_NAME,
-        cause=described(error),
+        cause=errors.described(error),
         instead="the program is returned as it came",
     )
     if options.strict:
         raise said from error
-    warnings.warn(str(said), AttnCompilerWarning, stacklevel=3)
+    warnings.warn(str(said), errors.AttnCompilerWarning, stacklevel=3)
     return f"{said}\n{''.join(traceback.format_exception(error))}"
 
 

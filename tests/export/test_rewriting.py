@@ -20,13 +20,7 @@ import attn_compiler
 from attn_compiler.context_parallel import ContextParallel
 from attn_compiler.export import rewriting
 from attn_compiler.options.options import Options
-from attn_compiler.reasons.errors import (
-    AttnCompilerWarning,
-    CompileFailed,
-    ExportUnsupported,
-    InvalidOption,
-    NotAnExportedProgram,
-)
+from attn_compiler.reasons import errors
 from attn_compiler.reporting.facts import SiteReport
 from attn_compiler.reporting.report import Report
 from attn_compiler.spec.target import Target
@@ -263,29 +257,29 @@ def _joint() -> ExportedProgram:
 
 
 def test_a_graph_with_its_backward_is_refused_by_name() -> None:
-    with pytest.raises(ExportUnsupported, match="a graph of a forward and its backward"):
+    with pytest.raises(errors.ExportUnsupported, match="a graph of a forward and its backward"):
         attn_compiler.rewrite(_joint())
 
 
 @pytest.mark.parametrize("given", [nn.Linear(2, 2), None, "program.pt2"])
 def test_what_is_no_exported_program_is_refused(given: Any) -> None:
-    with pytest.raises(NotAnExportedProgram, match=type(given).__qualname__):
+    with pytest.raises(errors.NotAnExportedProgram, match=type(given).__qualname__):
         attn_compiler.rewrite(given)
 
 
 def test_options_that_a_program_has_no_use_for_are_refused() -> None:
     program = exported(made(models.CausalMask), batch())
-    with pytest.raises(ExportUnsupported, match="inductor_configs"):
+    with pytest.raises(errors.ExportUnsupported, match="inductor_configs"):
         attn_compiler.rewrite(program, {"max_autotune": True})
-    with pytest.raises(ExportUnsupported, match="verify=True"):
+    with pytest.raises(errors.ExportUnsupported, match="verify=True"):
         attn_compiler.rewrite(program, {"verify": True})
-    with pytest.raises(ExportUnsupported, match="unpad=True"):
+    with pytest.raises(errors.ExportUnsupported, match="unpad=True"):
         attn_compiler.rewrite(program, {"unpad": True})
-    with pytest.raises(ExportUnsupported, match="checkpoint='keep_attention'"):
+    with pytest.raises(errors.ExportUnsupported, match="checkpoint='keep_attention'"):
         attn_compiler.rewrite(program, {"checkpoint": "keep_attention"})
-    with fake_mesh(2) as mesh, pytest.raises(ExportUnsupported, match="processes of one group"):
+    with fake_mesh(2) as mesh, pytest.raises(errors.ExportUnsupported, match="processes of one group"):
         attn_compiler.rewrite(program, {"context_parallel": ContextParallel(mesh)})
-    with pytest.raises(InvalidOption, match="tritonn"):
+    with pytest.raises(errors.InvalidOption, match="tritonn"):
         attn_compiler.rewrite(program, {"lowering": "tritonn"})
 
 
@@ -295,12 +289,12 @@ def test_what_fails_gives_the_program_as_it_came(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(rewriting, "spelled_out", fails)
     program = exported(made(models.CausalMask), batch())
-    with pytest.warns(AttnCompilerWarning, match="the program is returned as it came"):
+    with pytest.warns(errors.AttnCompilerWarning, match="the program is returned as it came"):
         rewritten = attn_compiler.rewrite(program)
     assert str(rewritten) == str(program)
     assert _site().decision.lowering == "untouched"
     assert "broken" in (_report().failure or "")
-    with pytest.raises(CompileFailed, match="broken"):
+    with pytest.raises(errors.CompileFailed, match="broken"):
         attn_compiler.rewrite(program, STRICT)
 
 

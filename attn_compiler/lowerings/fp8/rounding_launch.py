@@ -10,15 +10,7 @@ import torch
 import triton
 
 from attn_compiler.lowerings.base import Tile
-from attn_compiler.lowerings.fp8.kernels import mean_fp8 as mean_kernels, round_fp8 as kernels
-from attn_compiler.lowerings.fp8.kernels.tuples_round import (
-    Each,
-    LookNumbers,
-    LookSwitches,
-    Numbers,
-    RoundSwitches,
-    Shared,
-)
+from attn_compiler.lowerings.fp8.kernels import mean_fp8 as mean_kernels, round_fp8 as kernels, tuples_round
 from attn_compiler.lowerings.fp8.rounding import EACH, Per, Rounding, count, empty_outputs, empty_shift
 from attn_compiler.lowerings.shared.calls.arguments import along
 from attn_compiler.lowerings.shared.launching.launch import Arguments, launch
@@ -117,7 +109,7 @@ def _rounding(named: Named, how: Rounding, many: int) -> Arguments:
     for i in range(_MOST):
         each = how.each[i] if i < many else how.each[0]
         of_all = named.get(f"largest{i}")
-        numbers[f"of_{i}"] = Numbers(
+        numbers[f"of_{i}"] = tuples_round.Numbers(
             **_tensor_numbers(named, i, block * (_RUN if each.rotated else 1)),
             **_strides(named, f"rounded{i}", "y"),
             **_strides(named, f"restored{i}", "r"),
@@ -127,21 +119,21 @@ def _rounding(named: Named, how: Rounding, many: int) -> Arguments:
             fits=each.fits,
             known=each.magnitude or 0.0,
         )
-        numbers[f"EACH{i}"] = Each(
+        numbers[f"EACH{i}"] = tuples_round.Each(
             **_widths(named, i),
             ROTATED=each.rotated,
             OF_KEYS=each.of_keys and "seen" in named,
             TURNED=each.turned,
             WHOLE=each.dtype == torch.int8,
         )
-    numbers["shared"] = Shared(
+    numbers["shared"] = tuples_round.Shared(
         newest_b=int(how.per == "row"),
         newest_h=int(how.per in ("head", "row")),
         **_offsets("newest", named, how.per, many),
         seen_b=_seen_stride(named.get("seen")),
         group=_group(named, how),
     )
-    numbers["HOW"] = RoundSwitches(
+    numbers["HOW"] = tuples_round.RoundSwitches(
         BLOCK=block, PART=PART, MEAN_OF=_mean_of(how), SHIFT_OF=_shift_of(how), KNOWN=is_known, RUN=_RUN
     )
     names = [*_names("x", "largest", "rounded", "descale", "restored"), "mean", "seen", "shift", "newest"]
@@ -164,12 +156,12 @@ def _looking(named: Named, how: Rounding, many: int) -> Arguments:
     per = how.per or "tensor"
     # H is made once a program.
     part, looks = (_LOOK_PART // 2, _LOOKS * 4) if _has_rotation(how) else (_LOOK_PART, _LOOKS)
-    numbers: dict[str, Any] = {"HOW": LookSwitches(PARTS=looks, PART=part, MEAN_OF=_mean_of(how))}
+    numbers: dict[str, Any] = {"HOW": tuples_round.LookSwitches(PARTS=looks, PART=part, MEAN_OF=_mean_of(how))}
     for i in range(_MOST):
         of_one = _tensor_numbers(named, i, looks * part)
         kept_b = of_one["heads"] if per == "row" else 0
-        numbers[f"of_{i}"] = LookNumbers(**of_one, kept_b=kept_b, kept_h=int(per != "tensor"))
-        numbers[f"EACH{i}"] = Each(
+        numbers[f"of_{i}"] = tuples_round.LookNumbers(**of_one, kept_b=kept_b, kept_h=int(per != "tensor"))
+        numbers[f"EACH{i}"] = tuples_round.Each(
             **_widths(named, i),
             ROTATED=i < many and how.each[i].rotated,
             OF_KEYS=i < many and how.each[i].of_keys and "seen" in named,

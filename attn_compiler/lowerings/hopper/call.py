@@ -7,18 +7,8 @@ from dataclasses import dataclass
 
 from attn_compiler.lowerings.base import LayoutDemand, Tiles
 from attn_compiler.lowerings.choice import in_order
+from attn_compiler.lowerings.hopper import plan
 from attn_compiler.lowerings.hopper.ops import FAMILY, IN_ORDER
-from attn_compiler.lowerings.hopper.plan import (
-    blocks_of,
-    cudnn_is_faster,
-    grad_blocks_of,
-    has_backward,
-    has_wide_backward,
-    is_ordered,
-    is_wide,
-    wide_grad_tiles,
-    wide_is_faster,
-)
 from attn_compiler.lowerings.shared.calls import cudnn_backward
 from attn_compiler.lowerings.shared.parts import site_parts, tile_table
 from attn_compiler.lowerings.shared.parts.kernel_plan import Call, Plan
@@ -63,8 +53,8 @@ def call_of(spec: AttentionSpec, target: Target) -> HopperCall:
         spec=spec,
         parts=site_parts.make_plan(spec),
         text=Call(spec=spec, tiles=of_triton).to_text(),
-        tiles=dataclasses.replace(of_triton, forward=blocks_of(spec).tile),
-        ordered=is_ordered(spec),
+        tiles=dataclasses.replace(of_triton, forward=plan.blocks_of(spec).tile),
+        ordered=plan.is_ordered(spec),
         backward=family,
         grad_tiles=_grad_tiles(family, spec, of_triton),
         not_in_order=tuple(why_not_in_order(spec, target)) if family == FOR_ALL else (),
@@ -72,10 +62,10 @@ def call_of(spec: AttentionSpec, target: Target) -> HopperCall:
 
 
 def _grad_tiles(family: str | None, spec: AttentionSpec, of_triton: Tiles) -> Tiles | None:
-    if family == FAMILY and is_wide(spec):
-        return wide_grad_tiles(of_triton, spec)
+    if family == FAMILY and plan.is_wide(spec):
+        return plan.wide_grad_tiles(of_triton, spec)
     if family in (FAMILY, IN_ORDER):
-        return dataclasses.replace(of_triton, grad_kv=grad_blocks_of(spec, site_parts.make_plan(spec)).tile)
+        return dataclasses.replace(of_triton, grad_kv=plan.grad_blocks_of(spec, site_parts.make_plan(spec)).tile)
     return of_triton if family == FOR_ALL else None
 
 
@@ -88,13 +78,13 @@ def backward_of(spec: AttentionSpec, target: Target) -> str:
     Under torch.use_deterministic_algorithms: this family's in a fixed order, or the Triton kernels'. The others add up in no fixed order.
     Dynamo compiles anew when that is switched. Above 256 head dims each element has one writer, in this family and in Triton's.
     """
-    if has_wide_backward(spec):
-        return FAMILY if wide_is_faster(spec) else FOR_ALL
+    if plan.has_wide_backward(spec):
+        return FAMILY if plan.wide_is_faster(spec) else FOR_ALL
     is_repeated = any(_NO_REPEATED.broken_by(x) for x in (spec.q, spec.k, spec.v))
     takes_cudnn = not is_repeated and not cudnn_backward.why_not(spec, target)
     if target.deterministic:
-        return IN_ORDER if has_backward(spec) and not why_not_in_order(spec, target) else FOR_ALL
-    if has_backward(spec) and not (takes_cudnn and cudnn_is_faster(spec)):
+        return IN_ORDER if plan.has_backward(spec) and not why_not_in_order(spec, target) else FOR_ALL
+    if plan.has_backward(spec) and not (takes_cudnn and plan.cudnn_is_faster(spec)):
         return FAMILY
     return cudnn_backward.FAMILY if takes_cudnn else FOR_ALL
 
@@ -102,4 +92,4 @@ def backward_of(spec: AttentionSpec, target: Target) -> str:
 def why_not_in_order(spec: AttentionSpec, target: Target) -> list[Reason]:
     """Return the reasons against this family's backward in a fixed order. Empty for sites that need none, or whose head dims it does not
     take."""
-    return in_order.check_order_speed(spec, target) if target.deterministic and has_backward(spec) else []
+    return in_order.check_order_speed(spec, target) if target.deterministic and plan.has_backward(spec) else []

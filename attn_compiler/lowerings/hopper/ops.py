@@ -11,15 +11,8 @@ from __future__ import annotations
 from attn_compiler.lowerings.hopper import added, mask_bits
 from attn_compiler.lowerings.hopper.plan import is_wide
 from attn_compiler.lowerings.shared.calls import cudnn_backward
+from attn_compiler.lowerings.shared.ops import leaf_ops
 from attn_compiler.lowerings.shared.ops.given_ops import Read, Tensors, register_given
-from attn_compiler.lowerings.shared.ops.leaf_ops import (
-    GIVEN,
-    PART,
-    late,
-    like_output,
-    register_backward,
-    register_forward,
-)
 from attn_compiler.lowerings.shared.parts import site_parts as parts
 from attn_compiler.lowerings.shared.parts.kernel_plan import Call
 from attn_compiler.spec.attention import AttentionSpec
@@ -34,7 +27,7 @@ _READ = 3
 
 def given_op(family: str, *, is_part: bool = False) -> str:
     """Return the name of the op with a family's backward. is_part: for sites that are merged (merging.py)."""
-    return f"hopper_{family}{PART if is_part else ''}{GIVEN}"
+    return f"hopper_{family}{leaf_ops.PART if is_part else ''}{leaf_ops.GIVEN}"
 
 
 def _read(kept: Tensors, text: str) -> Read:
@@ -60,18 +53,18 @@ def _differentiable(operands: Tensors, text: str) -> list[bool]:
     return [name in parts.make_plan(spec).differentiable for name in names]
 
 
-register_forward(
-    "hopper", forward=late("hopper.launch", "forward", site="ForwardSite", notes=True), dispatch_key="CUDA"
+leaf_ops.register_forward(
+    "hopper", forward=leaf_ops.late("hopper.launch", "forward", site="ForwardSite", notes=True), dispatch_key="CUDA"
 )
-register_backward(
+leaf_ops.register_backward(
     FAMILY,
-    backward=late("hopper.backward_launch", "gradients", site="BackwardSite", notes=True),
+    backward=leaf_ops.late("hopper.backward_launch", "gradients", site="BackwardSite", notes=True),
     differentiable=_differentiable,
     dispatch_key="CUDA",
 )
-register_backward(
+leaf_ops.register_backward(
     IN_ORDER,
-    backward=late("hopper.backward_launch", "gradients_in_order", site="BackwardSiteInOrder", notes=True),
+    backward=leaf_ops.late("hopper.backward_launch", "gradients_in_order", site="BackwardSiteInOrder", notes=True),
     differentiable=_differentiable,
     dispatch_key="CUDA",
 )
@@ -84,7 +77,7 @@ for _is_part in (False, True):
             read=_read,
             differentiable=_differentiable,
             # The copy engine reads whole vectors.
-            prepare_grad_out=like_output,
+            prepare_grad_out=leaf_ops.like_output,
             is_part=_is_part,
         )
     register_given(

@@ -15,23 +15,9 @@ from attn_compiler.index_expr import Const, Expr, Index, Load
 from attn_compiler.lowerings.base import Operands
 from attn_compiler.lowerings.cudnn import operands as cudnn_operands, plan
 from attn_compiler.lowerings.cudnn.plan import CudnnCall
+from attn_compiler.spec import masks
 from attn_compiler.spec.added_scores import Alibi
 from attn_compiler.spec.attention import AttentionSpec
-from attn_compiler.spec.masks import (
-    Alignment,
-    Causal,
-    CausalFrom,
-    Chunked,
-    Dense,
-    Document,
-    Flag,
-    KeyBound,
-    KeyPadding,
-    MaskKind,
-    MaskSpec,
-    Prefix,
-    SlidingWindow,
-)
 from attn_compiler.spec.scores import ScoreSpec, Sinks
 from tests.lowerings.emitting import GraphEmitter
 from tests.lowerings.specs import BOTTOM_RIGHT, CAUSAL, bias, make_spec
@@ -39,14 +25,14 @@ from tests.spec.meanings import Inputs, allows
 
 B, K = Index("b"), Index("k")
 LENGTH: Expr = ix.add(Load("lengths", (B,), "int"), Const(-1))
-VECTOR = KeyPadding(condition=Load("mask", (B, K), "bool"))
+VECTOR = masks.KeyPadding(condition=Load("mask", (B, K), "bool"))
 
 
-def proved(*kinds: MaskKind, dtype: str = "bool", **changes: Any) -> AttentionSpec:
+def proved(*kinds: masks.MaskKind, dtype: str = "bool", **changes: Any) -> AttentionSpec:
     """A dense mask that was shown to be the kinds."""
     sizes = {"seqlen_q": 40, "seqlen_kv": 40, **changes}
     shape = (1, 1, sizes["seqlen_q"], sizes["seqlen_kv"])
-    return make_spec(mask=MaskSpec(kinds=kinds, dense=Dense(shape=shape, dtype=dtype)), **sizes)
+    return make_spec(mask=masks.MaskSpec(kinds=kinds, dense=masks.Dense(shape=shape, dtype=dtype)), **sizes)
 
 
 def call_of(spec: AttentionSpec, *, deterministic: bool = False) -> CudnnCall:
@@ -82,17 +68,17 @@ def test_operands_stand_in_a_fixed_order() -> None:
 @pytest.mark.parametrize(
     "kinds",
     [
-        (Causal(),),
-        (Causal(alignment=Alignment.BOTTOM_RIGHT),),
-        (Causal(), SlidingWindow(left=7, right=None)),
-        (SlidingWindow(left=7, right=3),),
-        (SlidingWindow(left=0, right=None),),
-        (SlidingWindow(left=1000, right=None), Causal()),
-        (CausalFrom(offset=Const(5)),),
-        (CausalFrom(offset=Const(1000)),),
+        (masks.Causal(),),
+        (masks.Causal(alignment=masks.Alignment.BOTTOM_RIGHT),),
+        (masks.Causal(), masks.SlidingWindow(left=7, right=None)),
+        (masks.SlidingWindow(left=7, right=3),),
+        (masks.SlidingWindow(left=0, right=None),),
+        (masks.SlidingWindow(left=1000, right=None), masks.Causal()),
+        (masks.CausalFrom(offset=Const(5)),),
+        (masks.CausalFrom(offset=Const(1000)),),
     ],
 )
-def test_a_band_allows_what_the_kinds_allow(kinds: tuple[MaskKind, ...], seqlens: tuple[int, int]) -> None:
+def test_a_band_allows_what_the_kinds_allow(kinds: tuple[masks.MaskKind, ...], seqlens: tuple[int, int]) -> None:
     queries, keys = seqlens
     call = call_of(proved(*kinds, seqlen_q=queries, seqlen_kv=keys))
     inputs = Inputs(seqlen_q=queries, seqlen_kv=keys)
@@ -107,21 +93,21 @@ def test_a_band_allows_what_the_kinds_allow(kinds: tuple[MaskKind, ...], seqlens
 
 
 def test_sides_that_say_nothing_are_open() -> None:
-    assert call_of(proved(SlidingWindow(left=39, right=39))) == CudnnCall(scale=0.125, needs_grad=True)
+    assert call_of(proved(masks.SlidingWindow(left=39, right=39))) == CudnnCall(scale=0.125, needs_grad=True)
     assert call_of(make_spec(mask=BOTTOM_RIGHT)) == CudnnCall(scale=0.125, right=0, needs_grad=True)
     assert call_of(make_spec(mask=BOTTOM_RIGHT, seqlen_q=1, needs_grad=False)) == CudnnCall(scale=0.125)
 
 
 def test_lengths_are_the_keys_that_a_row_has() -> None:
-    spec = proved(KeyBound(side="last", bound=LENGTH))
+    spec = proved(masks.KeyBound(side="last", bound=LENGTH))
     assert call_of(spec).operands == ("lengths_q", "lengths")
     assert plan.length(spec) == Load("lengths", (B,), "int")
-    both = proved(KeyBound(side="last", bound=LENGTH), Causal())
+    both = proved(masks.KeyBound(side="last", bound=LENGTH), masks.Causal())
     assert (call_of(both).lengths, call_of(both).right) == (True, 0)
 
 
 def test_a_bound_that_all_rows_share_is_a_length_too() -> None:
-    spec = proved(KeyBound(side="last", bound=Load("filled", (), "int")))
+    spec = proved(masks.KeyBound(side="last", bound=Load("filled", (), "int")))
     assert call_of(spec).lengths
     assert plan.length(spec) == ix.add(Load("filled", (), "int"), Const(1))
 
@@ -131,17 +117,17 @@ def test_a_bound_that_all_rows_share_is_a_length_too() -> None:
     [
         (VECTOR, "truth values of keys, which may be padded at the left or have holes"),
         (
-            KeyBound(side="first", bound=LENGTH),
+            masks.KeyBound(side="first", bound=LENGTH),
             "an interval of keys that differs by query, or begins after the first key",
         ),
-        (Prefix(length=LENGTH), "an interval of keys that differs by query"),
-        (CausalFrom(offset=Load("past", (), "int")), "an interval of keys that differs by query"),
-        (Chunked(size=16), "an interval of keys that differs by query"),
-        (Document(of_key=Load("ids", (B, K), "int")), "documents"),
+        (masks.Prefix(length=LENGTH), "an interval of keys that differs by query"),
+        (masks.CausalFrom(offset=Load("past", (), "int")), "an interval of keys that differs by query"),
+        (masks.Chunked(size=16), "an interval of keys that differs by query"),
+        (masks.Document(of_key=Load("ids", (B, K), "int")), "documents"),
     ],
 )
-def test_what_is_no_part_of_cudnn_is_refused(kind: MaskKind, observed: str) -> None:
-    (reason,) = plan.reasons(proved(kind, Causal()))
+def test_what_is_no_part_of_cudnn_is_refused(kind: masks.MaskKind, observed: str) -> None:
+    (reason,) = plan.reasons(proved(kind, masks.Causal()))
     assert observed in reason.observed
 
 
@@ -153,8 +139,11 @@ def test_a_vector_of_truth_values_is_told_what_would_help() -> None:
 
 def test_an_unread_bool_mask_is_refused_and_an_added_one_is_added() -> None:
     def unread(dtype: str) -> AttentionSpec:
-        mask = MaskSpec(
-            kinds=(Causal(),), flag=Flag.CALLED, dense=Dense(shape=(1, 1, 128, 128), dtype=dtype), reason="who knows"
+        mask = masks.MaskSpec(
+            kinds=(masks.Causal(),),
+            flag=masks.Flag.CALLED,
+            dense=masks.Dense(shape=(1, 1, 128, 128), dtype=dtype),
+            reason="who knows",
         )
         return make_spec(mask=mask)
 
@@ -165,15 +154,15 @@ def test_an_unread_bool_mask_is_refused_and_an_added_one_is_added() -> None:
 
 
 def test_a_tensor_that_only_masks_is_not_added() -> None:
-    (reason,) = plan.reasons(proved(VECTOR, Causal(), dtype="bfloat16"))
+    (reason,) = plan.reasons(proved(VECTOR, masks.Causal(), dtype="bfloat16"))
     assert "truth values of keys" in reason.observed
 
 
 @pytest.mark.parametrize("further", [(), (VECTOR,)])
-def test_slopes_are_added_as_the_models_own_tensor(further: tuple[MaskKind, ...]) -> None:
+def test_slopes_are_added_as_the_models_own_tensor(further: tuple[masks.MaskKind, ...]) -> None:
     """Its diagonal and its padding are in the tensor; nothing is left out, and nothing is applied twice."""
     alibi = Alibi(slopes=Load("slopes", (Index("h"),), "float"), position=ix.add(K, Index("q"), -1))
-    mask = MaskSpec(kinds=(Causal(), *further), dense=Dense(shape=(1, 8, 128, 128), dtype="bfloat16"))
+    mask = masks.MaskSpec(kinds=(masks.Causal(), *further), dense=masks.Dense(shape=(1, 8, 128, 128), dtype="bfloat16"))
     spec = make_spec(mask=mask)
     spec = AttentionSpec(
         **{f: getattr(spec, f) for f in ("q", "k", "v", "mask", "device", "out_dtype", "needs_grad")},
@@ -229,8 +218,8 @@ def run(
 
 
 def padded(bound: Any) -> AttentionSpec:
-    kind = KeyBound(side="last", bound=bound)
-    mask = MaskSpec(kinds=(kind,), dense=Dense(shape=(BATCH, 1, 1, SEQLEN), dtype="bool"))
+    kind = masks.KeyBound(side="last", bound=bound)
+    mask = masks.MaskSpec(kinds=(kind,), dense=masks.Dense(shape=(BATCH, 1, 1, SEQLEN), dtype="bool"))
     return make_spec(batch=BATCH, heads=HEADS, heads_kv=HEADS, seqlen_q=SEQLEN, seqlen_kv=SEQLEN, mask=mask)
 
 

@@ -13,18 +13,10 @@ import torch
 from torch import Tensor
 
 from attn_compiler.lowerings.choice import head_parts
-from attn_compiler.lowerings.hopper import backward_launch, launch
+from attn_compiler.lowerings.hopper import backward_launch, launch, plan
 from attn_compiler.lowerings.hopper.kernels import backward_sm90, wide_backward_sm90, wide_values_sm90
 from attn_compiler.lowerings.hopper.lowering import further_operands
 from attn_compiler.lowerings.hopper.ops import grad_operands as grad_operand_names
-from attn_compiler.lowerings.hopper.plan import (
-    blocks_of,
-    grad_blocks_of,
-    has_backward,
-    has_wide_backward,
-    is_ordered,
-    wide_grad_tiles,
-)
 from attn_compiler.lowerings.shared.calls.arguments import prepare
 from attn_compiler.lowerings.shared.kernels.forward import attention_again
 from attn_compiler.lowerings.shared.launching import launch as launching, persistent, replaying
@@ -62,12 +54,12 @@ def build(case: Case, **given: Any) -> Problem:
     if not problem.plan.tiles:
         return problem
     call = Call.from_text(problem.text)
-    tiles = dataclasses.replace(call.tiles, forward=blocks_of(call.spec).tile)
-    if has_wide_backward(call.spec):
-        tiles = wide_grad_tiles(tiles, call.spec)
-    elif has_backward(call.spec):
-        tiles = dataclasses.replace(tiles, grad_kv=grad_blocks_of(call.spec, problem.plan).tile)
-    ordered = is_ordered(call.spec)
+    tiles = dataclasses.replace(call.tiles, forward=plan.blocks_of(call.spec).tile)
+    if plan.has_wide_backward(call.spec):
+        tiles = plan.wide_grad_tiles(tiles, call.spec)
+    elif plan.has_backward(call.spec):
+        tiles = dataclasses.replace(tiles, grad_kv=plan.grad_blocks_of(call.spec, problem.plan).tile)
+    ordered = plan.is_ordered(call.spec)
     lists = kernel_problems.lists(case, problem.named, tiles, str(problem.q.device), ordered=ordered)
     return dataclasses.replace(problem, named=problem.named | lists)
 

@@ -12,19 +12,8 @@ from attn_compiler.lowerings.hopper import fp8 as hopper
 from attn_compiler.lowerings.shared.parts import site_parts as parts
 from attn_compiler.options.options import Options
 from attn_compiler.passes.writing import select
+from attn_compiler.spec import masks
 from attn_compiler.spec.attention import AttentionSpec
-from attn_compiler.spec.masks import (
-    Alignment,
-    Causal,
-    CausalFrom,
-    Dense,
-    Document,
-    Flag,
-    KeyBound,
-    MaskKind,
-    MaskSpec,
-    SlidingWindow,
-)
 from attn_compiler.spec.scores import Softcap
 from attn_compiler.spec.target import Target
 from tests.lowerings.specs import CAUSAL, make_spec
@@ -64,40 +53,42 @@ def test_elsewhere_it_is_refused_with_the_reason(target: Target, rule: str) -> N
     assert reason.rule == rule
 
 
-def proved(*kinds: MaskKind) -> MaskSpec:
-    dense = Dense(shape=(1, 1, 8192, 1), dtype="bool")
-    return MaskSpec(kinds=kinds, dense=dense)
+def proved(*kinds: masks.MaskKind) -> masks.MaskSpec:
+    dense = masks.Dense(shape=(1, 1, 8192, 1), dtype="bool")
+    return masks.MaskSpec(kinds=kinds, dense=dense)
 
 
 BANDS = {
-    "from the end": MaskSpec(kinds=(Causal(alignment=Alignment.BOTTOM_RIGHT),), flag=Flag.CALLED),
-    "causal window": proved(Causal(), SlidingWindow(left=1023, right=None)),
-    "both sides": proved(SlidingWindow(left=512, right=512)),
-    "offset": proved(CausalFrom(offset=Const(100))),
+    "from the end": masks.MaskSpec(
+        kinds=(masks.Causal(alignment=masks.Alignment.BOTTOM_RIGHT),), flag=masks.Flag.CALLED
+    ),
+    "causal window": proved(masks.Causal(), masks.SlidingWindow(left=1023, right=None)),
+    "both sides": proved(masks.SlidingWindow(left=512, right=512)),
+    "offset": proved(masks.CausalFrom(offset=Const(100))),
 }
 
 
 @pytest.mark.parametrize("mask", BANDS.values(), ids=BANDS.keys())
-def test_every_band_is_one_that_its_kernel_knows(mask: MaskSpec) -> None:
+def test_every_band_is_one_that_its_kernel_knows(mask: masks.MaskSpec) -> None:
     for seqlen_kv in (8192, 16384):
         spec = asked(mask=mask, seqlen_kv=seqlen_kv)
         assert parts.make_plan(spec).band is not None
         assert not hopper.HopperFp8().why_not(spec, H200)
 
 
-LENGTHS = KeyBound(side="last", bound=add(Load("lengths", (Index("b"),), "int"), Const(-1)))
+LENGTHS = masks.KeyBound(side="last", bound=add(Load("lengths", (Index("b"),), "int"), Const(-1)))
 
 
-@pytest.mark.parametrize("kinds", [(LENGTHS,), (Causal(), LENGTHS)], ids=["full", "causal"])
-def test_it_knows_batch_rows_with_numbers_of_keys(kinds: tuple[MaskKind, ...]) -> None:
+@pytest.mark.parametrize("kinds", [(LENGTHS,), (masks.Causal(), LENGTHS)], ids=["full", "causal"])
+def test_it_knows_batch_rows_with_numbers_of_keys(kinds: tuple[masks.MaskKind, ...]) -> None:
     assert not hopper.HopperFp8().why_not(asked(mask=proved(*kinds)), H200)
-    first = KeyBound(side="first", bound=Load("first", (Index("b"),), "int"))
+    first = masks.KeyBound(side="first", bound=Load("first", (Index("b"),), "int"))
     (reason,) = hopper.HopperFp8().why_not(asked(mask=proved(*kinds, first)), H200)
     assert "rows" in reason.observed
 
 
 def test_documents_keep_their_dtype() -> None:
-    mask = proved(Causal(), Document(of_key=Load("ids", (Index("b"), Index("k")), "int")))
+    mask = proved(masks.Causal(), masks.Document(of_key=Load("ids", (Index("b"), Index("k")), "int")))
     (reason,) = hopper.HopperFp8().why_not(asked(mask=mask), H200)
     assert "documents_q" in reason.observed
     assert select.decide(asked(mask=mask), H200, Options()).lowering not in FP8
@@ -113,7 +104,7 @@ def test_wide_heads_keep_their_dtype() -> None:
 
 def test_cudnn_differentiates_what_it_can() -> None:
     assert hopper.backward_of(asked(), H200) == "sdpa_cudnn"
-    assert hopper.backward_of(asked(mask=MaskSpec()), H200) == "sdpa_cudnn"
+    assert hopper.backward_of(asked(mask=masks.MaskSpec()), H200) == "sdpa_cudnn"
     assert hopper.backward_of(asked(), Target.fake(sm=90, disabled=frozenset({"cudnn"}))) == "triton"
     assert hopper.backward_of(asked(changes=(Softcap(cap=30.0),)), H200) == "triton"
 

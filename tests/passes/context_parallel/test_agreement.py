@@ -33,17 +33,7 @@ from attn_compiler.torch_private import tracing as torch_tracing
 from tests.lowerings.specs import CAUSAL, make_spec
 from tests.meshes import fake_mesh
 from tests.passes.compiling import captured
-from tests.passes.context_parallel.compiled import (
-    BATCH,
-    LENGTH,
-    WIDTH,
-    Data,
-    Model,
-    causal,
-    compile_and_run,
-    fresh_mesh,
-    graph_of,
-)
+from tests.passes.context_parallel import compiled
 
 
 # A graph is rewritten on all ranks or on none, and where ranks wait for each other in it they meet before each call.
@@ -152,7 +142,7 @@ def test_an_attention_that_is_not_understood_again_is_an_error(
 ) -> None:
     _second(monkeypatch, module, name, lambda found: type(found)(misses=found.misses))
     with pytest.raises(ContextParallelUnsupported, match="each rewritten attention is understood again") as caught:
-        compile_and_run()
+        compiled.compile_and_run()
     assert "0 of 1" in str(caught.value)
 
 
@@ -164,13 +154,13 @@ def test_the_other_ranks_are_told_of_what_fails_on_the_way(monkeypatch: pytest.M
 
     _second(monkeypatch, match, "find_sites", fail)
     with pytest.raises(PassFailed, match="full") as caught:
-        compile_and_run(said=said)
+        compiled.compile_and_run(said=said)
     assert caught.value.pass_name == "agree"
     assert any("error: MemoryError: full" in text for text in said)
 
 
 def test_what_is_rewritten_is_run() -> None:
-    assert compile_and_run().shape == (BATCH, LENGTH, WIDTH)
+    assert compiled.compile_and_run().shape == (compiled.BATCH, compiled.LENGTH, compiled.WIDTH)
 
 
 # What a rank says of itself.
@@ -208,7 +198,7 @@ def test_the_same_options_say_the_same_on_every_rank() -> None:
 
 
 def test_a_call_is_told_by_its_inputs() -> None:
-    graph = graph_of(
+    graph = compiled.graph_of(
         l_x_=torch.zeros(2, 8, 4).transpose(0, 1).requires_grad_(),
         l_ids_=torch.zeros(2, 8, dtype=torch.int32),
         l_number_=7,
@@ -310,7 +300,7 @@ def test_a_halo_that_sends_less_comes_before_heads() -> None:
 
 
 # What is kept of a graph before its attentions are rewritten.
-def _unit(attend: Any, data: Data, **description: Any) -> Unit:
+def _unit(attend: Any, data: compiled.Data, **description: Any) -> Unit:
     """Of the graph of a model, rewritten for two ranks."""
     found: list[Unit] = []
 
@@ -318,18 +308,22 @@ def _unit(attend: Any, data: Data, **description: Any) -> Unit:
         found.extend(rewrite(gm, Options(context_parallel=cp, inner="eager", verify=True)).units)
         return gm.forward
 
-    with fresh_mesh() as mesh, pytest.MonkeyPatch.context() as patch:
+    with compiled.fresh_mesh() as mesh, pytest.MonkeyPatch.context() as patch:
         patch.setattr(rank_sync, "agree", lambda *_, **__: None)
         cp = ContextParallel(mesh, **description)
-        torch.compile(Model(None, attend, None), backend=backend)(torch.randn(BATCH, LENGTH, WIDTH), **data)
+        torch.compile(compiled.Model(None, attend, None), backend=backend)(
+            torch.randn(compiled.BATCH, compiled.LENGTH, compiled.WIDTH), **data
+        )
     (unit,) = found
     return unit
 
 
-def _of_text(model: Model, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, data: Data) -> torch.Tensor:
+def _of_text(
+    model: compiled.Model, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, data: compiled.Data
+) -> torch.Tensor:
     text = data["text"]
     other = torch.nn.functional.scaled_dot_product_attention(q, model.split(model.k(text)), model.split(model.v(text)))
-    return causal(model, q, k, v, data) + other
+    return compiled.causal(model, q, k, v, data) + other
 
 
 @pytest.mark.parametrize("method", ["all_gather", "all_to_all", "ring"])
@@ -341,7 +335,7 @@ def test_a_site_of_the_model_s_own_graph_knows_what_took_its_place(method: str) 
     (site,) = look.sites
     assert site not in unit.found.sites
     assert site.spec is not None
-    assert (site.spec.seqlen_q, site.spec.mask.is_causal) == (LENGTH, True)
+    assert (site.spec.seqlen_q, site.spec.mask.is_causal) == (compiled.LENGTH, True)
     assert list(look.axes.values()) == [1]
     assert look.mirror is not unit.mirror
     assert look.is_shared(site)
@@ -351,7 +345,7 @@ def test_a_site_of_the_model_s_own_graph_knows_what_took_its_place(method: str) 
 
 
 def test_a_site_whose_keys_every_rank_has_was_not_rewritten() -> None:
-    unit = _unit(_of_text, {"text": torch.randn(BATCH, 7, WIDTH)}, replicated=("text",))
+    unit = _unit(_of_text, {"text": torch.randn(compiled.BATCH, 7, compiled.WIDTH)}, replicated=("text",))
     assert isinstance(unit.outcome, SharedGraph)
     look = unit.outcome.first_look
     assert look is not None

@@ -19,17 +19,7 @@ from attn_compiler.passes.context_parallel.places import CannotShard, Mixes, Pla
 from attn_compiler.reasons.errors import ContextParallelUnsupported
 from tests.lowerings.emitting import GraphEmitter
 from tests.passes.compiling import mark, mirror_of
-from tests.passes.context_parallel.compiled import (
-    BATCH,
-    HEADS,
-    LENGTH,
-    WIDTH,
-    Before,
-    compile_and_run,
-    fresh_mesh,
-    graph_of,
-    positions,
-)
+from tests.passes.context_parallel import compiled
 
 # How q meets keys of other ranks.
 B, H, HKV, N, D, DV = 2, 4, 2, 6, 8, 4
@@ -120,7 +110,7 @@ def test_the_first_head_is_the_rank_s(monkeypatch: pytest.MonkeyPatch) -> None:
 # Masks that code around a graph made of a part of the sequence.
 
 #: within the sequence of two ranks, and wider than a rank's part
-WINDOW = LENGTH + 7
+WINDOW = compiled.LENGTH + 7
 
 
 def _config(**given: Any) -> Any:
@@ -169,12 +159,12 @@ class Layer(nn.Module):
 class Attention(nn.Module):
     def __init__(self, windowed: bool, config: dict[str, Any]) -> None:
         super().__init__()
-        self.q, self.windowed = nn.Linear(WIDTH, WIDTH), windowed
+        self.q, self.windowed = nn.Linear(compiled.WIDTH, compiled.WIDTH), windowed
         self.layer_idx = config.pop("layer_idx", 0)
         self.config = _config(**config)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q = self.q(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        q = self.q(x).unflatten(-1, (compiled.HEADS, -1)).transpose(1, 2)
         at = torch.arange(x.shape[1])
         distance = at[:, None] - at[None, :]
         mask = (distance >= 0) & (distance < WINDOW) if self.windowed else None
@@ -183,23 +173,25 @@ class Attention(nn.Module):
 
 
 def _run(*layers: Layer, **description: Any) -> None:
-    with fresh_mesh() as mesh, pytest.MonkeyPatch.context() as patch:
+    with compiled.fresh_mesh() as mesh, pytest.MonkeyPatch.context() as patch:
         patch.setattr(rank_sync, "agree", lambda *_, **__: None)
         options = {"context_parallel": ContextParallel(mesh, **description), "inner": "eager"}
         for layer in layers:
             layer.compile(backend="attn_compiler", options=options, fullgraph=True)
-            layer(torch.randn(BATCH, LENGTH, WIDTH))
+            layer(torch.randn(compiled.BATCH, compiled.LENGTH, compiled.WIDTH))
 
 
 def test_a_window_that_a_mask_does_not_have_is_refused() -> None:
-    with pytest.raises(ContextParallelUnsupported, match=rf"sliding_window is {WINDOW} of {2 * LENGTH} positions"):
+    with pytest.raises(
+        ContextParallelUnsupported, match=rf"sliding_window is {WINDOW} of {2 * compiled.LENGTH} positions"
+    ):
         _run(Layer(False, sliding_window=WINDOW))
     _run(Layer(False, sliding_window=WINDOW), allow=("window",))
 
 
 def test_a_window_that_a_mask_has_or_that_holds_all_is_none() -> None:
     _run(Layer(True, sliding_window=WINDOW))
-    _run(Layer(False, sliding_window=2 * LENGTH))
+    _run(Layer(False, sliding_window=2 * compiled.LENGTH))
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -213,7 +205,7 @@ def test_code_of_a_full_layer_does_not_serve_one_with_a_window(first: int) -> No
 
 def test_documents_that_a_mask_does_not_read_are_refused() -> None:
     with pytest.raises(ContextParallelUnsupported, match="packed documents reads where they begin"):
-        compile_and_run(packed=True)
+        compiled.compile_and_run(packed=True)
 
 
 def test_documents_that_a_mask_reads_are_taken() -> None:
@@ -222,12 +214,12 @@ def test_documents_that_a_mask_reads_are_taken() -> None:
         mask = (document[:, None, :, None] == document[:, None, None, :]).tril()
         return scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
-    compile_and_run(attend=attend, data={"position_ids": positions() % 7}, packed=True)
+    compiled.compile_and_run(attend=attend, data={"position_ids": compiled.positions() % 7}, packed=True)
 
 
 # Which inputs are cut, and where values hold the sequence.
 def test_inputs_are_cut_along_their_positions() -> None:
-    graph = graph_of(
+    graph = compiled.graph_of(
         l_ids_=torch.zeros(2, 8).long(),
         l_mask_=torch.zeros(8).bool(),
         l_spans_=torch.zeros(2, 3, 8).long(),
@@ -253,7 +245,7 @@ def test_inputs_are_cut_along_their_positions() -> None:
     ],
 )
 def test_what_every_rank_has_is_not_cut(name: str, value: Any) -> None:
-    assert following.inputs(graph_of(**{name: value}), ("kept",)) == {}
+    assert following.inputs(compiled.graph_of(**{name: value}), ("kept",)) == {}
 
 
 @pytest.mark.parametrize(
@@ -261,7 +253,7 @@ def test_what_every_rank_has_is_not_cut(name: str, value: Any) -> None:
     [("l_kept_", True), ("l_data_kept_", True), ("kept", True), ("l_keptness_", False), ("l_unkept_", False)],
 )
 def test_a_name_is_a_whole_word(name: str, is_meant: bool) -> None:
-    (node,) = graph_of(**{name: torch.zeros(2, 8)}).nodes
+    (node,) = compiled.graph_of(**{name: torch.zeros(2, 8)}).nodes
     assert following.is_named(node, ("kept",)) is is_meant
 
 
@@ -322,12 +314,12 @@ def test_an_op_that_the_user_answers_for_lies_as_its_operand() -> None:
     assert found.holds_still(out)
 
 
-def _by_length(factor: float) -> Before:
+def _by_length(factor: float) -> compiled.Before:
     return lambda model, x, data: x * factor
 
 
 def test_a_factor_that_looks_like_the_length_is_refused_unless_it_is_answered_for() -> None:
     with pytest.raises(ContextParallelUnsupported, match="may come from the length of a part"):
-        compile_and_run(before=_by_length(1 / LENGTH))
-    compile_and_run(before=_by_length(1 / LENGTH), allow=("length",))
-    compile_and_run(before=_by_length(0.3))
+        compiled.compile_and_run(before=_by_length(1 / compiled.LENGTH))
+    compiled.compile_and_run(before=_by_length(1 / compiled.LENGTH), allow=("length",))
+    compiled.compile_and_run(before=_by_length(0.3))

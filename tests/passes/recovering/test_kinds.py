@@ -11,20 +11,7 @@ from hypothesis import given, settings, strategies as st
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Const, Expr, Index, Linear, Load, Size
 from attn_compiler.passes.recovering import kinds
-from attn_compiler.spec.masks import (
-    Alignment,
-    AnyOf,
-    Causal,
-    CausalFrom,
-    Chunked,
-    Document,
-    Formula,
-    KeyBound,
-    KeyPadding,
-    MaskKind,
-    Prefix,
-    SlidingWindow,
-)
+from attn_compiler.spec import masks
 from tests.index_expr.expressions import element
 from tests.spec.meanings import Inputs, allows
 
@@ -60,76 +47,82 @@ def chunk(x: Expr, size: int = 4) -> Expr:
 
 
 #: name -> (expression, its kinds)
-NAMED: dict[str, tuple[Expr, list[MaskKind]]] = {
+NAMED: dict[str, tuple[Expr, list[masks.MaskKind]]] = {
     "everything": (ix.TRUE, []),
-    "causal": (CAUSAL, [Causal()]),
-    "causal, turned round": (ix.invert(ix.compare(">", K, Q)), [Causal()]),
-    "causal, doubled": (ix.compare(">=", ix.mul(Q, Const(2)), ix.mul(K, Const(2))), [Causal()]),
+    "causal": (CAUSAL, [masks.Causal()]),
+    "causal, turned round": (ix.invert(ix.compare(">", K, Q)), [masks.Causal()]),
+    "causal, doubled": (ix.compare(">=", ix.mul(Q, Const(2)), ix.mul(K, Const(2))), [masks.Causal()]),
     "bottom right": (
         ix.compare("<=", ix.add(K, Size("s1"), -1), ix.add(Q, Size("s0"), -1)),
-        [Causal(alignment=Alignment.BOTTOM_RIGHT)],
+        [masks.Causal(alignment=masks.Alignment.BOTTOM_RIGHT)],
     ),
-    "strictly causal": (ix.compare("<", K, Q), [CausalFrom(offset=Const(-1))]),
-    "two ahead": (ix.compare("<=", K, plus(Q, 2)), [CausalFrom(offset=Const(2))]),
-    "from a cache's length": (ix.compare("<=", K, plus(Q, PAST)), [CausalFrom(offset=PAST)]),
-    "from a row's length": (ix.compare("<", K, plus(Q, LENGTH)), [CausalFrom(offset=plus(LENGTH, -1))]),
-    "from a size": (ix.compare("<=", K, plus(Q, Size("s9"))), [CausalFrom(offset=Size("s9"))]),
-    "a window": (both(CAUSAL, ix.compare(">", K, plus(Q, -3))), [Causal(), SlidingWindow(left=2, right=None)]),
-    "a band": (ix.compare("<=", ix.apply("abs", ix.add(K, Q, -1)), Const(2)), [SlidingWindow(left=2, right=2)]),
+    "strictly causal": (ix.compare("<", K, Q), [masks.CausalFrom(offset=Const(-1))]),
+    "two ahead": (ix.compare("<=", K, plus(Q, 2)), [masks.CausalFrom(offset=Const(2))]),
+    "from a cache's length": (ix.compare("<=", K, plus(Q, PAST)), [masks.CausalFrom(offset=PAST)]),
+    "from a row's length": (ix.compare("<", K, plus(Q, LENGTH)), [masks.CausalFrom(offset=plus(LENGTH, -1))]),
+    "from a size": (ix.compare("<=", K, plus(Q, Size("s9"))), [masks.CausalFrom(offset=Size("s9"))]),
+    "a window": (
+        both(CAUSAL, ix.compare(">", K, plus(Q, -3))),
+        [masks.Causal(), masks.SlidingWindow(left=2, right=None)],
+    ),
+    "a band": (ix.compare("<=", ix.apply("abs", ix.add(K, Q, -1)), Const(2)), [masks.SlidingWindow(left=2, right=2)]),
     "an uneven band": (
         both(ix.compare("<=", K, plus(Q, 2)), ix.compare(">=", K, plus(Q, -1))),
-        [SlidingWindow(left=1, right=2)],
+        [masks.SlidingWindow(left=1, right=2)],
     ),
     "a strict window": (
         both(ix.compare("<", K, Q), ix.compare(">=", K, plus(Q, -3))),
-        [CausalFrom(offset=Const(-1)), SlidingWindow(left=3, right=None)],
+        [masks.CausalFrom(offset=Const(-1)), masks.SlidingWindow(left=3, right=None)],
     ),
-    "a prefix of a number": (either(CAUSAL, ix.compare("<", K, Const(3))), [Prefix(length=Const(3))]),
-    "a prefix of a size": (either(CAUSAL, ix.compare("<", K, Size("s9"))), [Prefix(length=Size("s9"))]),
-    "a prefix of each row": (either(CAUSAL, ix.compare("<", K, LENGTH)), [Prefix(length=LENGTH)]),
+    "a prefix of a number": (either(CAUSAL, ix.compare("<", K, Const(3))), [masks.Prefix(length=Const(3))]),
+    "a prefix of a size": (either(CAUSAL, ix.compare("<", K, Size("s9"))), [masks.Prefix(length=Size("s9"))]),
+    "a prefix of each row": (either(CAUSAL, ix.compare("<", K, LENGTH)), [masks.Prefix(length=LENGTH)]),
     "a padded prefix": (
         both(either(CAUSAL, ix.compare("<", K, LENGTH)), ix.as_bool(PADDING)),
-        [Prefix(length=LENGTH), KeyPadding(condition=ix.as_bool(PADDING))],
+        [masks.Prefix(length=LENGTH), masks.KeyPadding(condition=ix.as_bool(PADDING))],
     ),
-    "padding": (ix.as_bool(PADDING), [KeyPadding(condition=ix.as_bool(PADDING))]),
-    "padding of a 4-D input": (FLAG, [KeyPadding(condition=FLAG)]),
+    "padding": (ix.as_bool(PADDING), [masks.KeyPadding(condition=ix.as_bool(PADDING))]),
+    "padding of a 4-D input": (FLAG, [masks.KeyPadding(condition=FLAG)]),
     "keys of a type": (
         ix.compare("==", PADDING, Const(2)),
-        [KeyPadding(condition=ix.compare("==", PADDING, Const(2)))],
+        [masks.KeyPadding(condition=ix.compare("==", PADDING, Const(2)))],
     ),
-    "right padding": (ix.compare("<", K, LENGTH), [KeyBound(side="last", bound=plus(LENGTH, -1))]),
-    "left padding": (ix.compare(">=", K, LENGTH), [KeyBound(side="first", bound=LENGTH)]),
-    "the filled part": (ix.compare("<=", K, PAST), [KeyBound(side="last", bound=PAST)]),
-    "documents": (ix.compare("==", at_query(IDS), IDS), [Document(of_key=IDS)]),
+    "right padding": (ix.compare("<", K, LENGTH), [masks.KeyBound(side="last", bound=plus(LENGTH, -1))]),
+    "left padding": (ix.compare(">=", K, LENGTH), [masks.KeyBound(side="first", bound=LENGTH)]),
+    "the filled part": (ix.compare("<=", K, PAST), [masks.KeyBound(side="last", bound=PAST)]),
+    "documents": (ix.compare("==", at_query(IDS), IDS), [masks.Document(of_key=IDS)]),
     "documents of all rows": (
         ix.compare("==", Load("ids", (Q,), "int"), Load("ids", (K,), "int")),
-        [Document(of_key=Load("ids", (K,), "int"))],
+        [masks.Document(of_key=Load("ids", (K,), "int"))],
     ),
     "documents by a float": (
         ix.compare("==", Load("ids", (B, Q), "float"), Load("ids", (B, K), "float")),
-        [Document(of_key=Load("ids", (B, K), "float"))],
+        [masks.Document(of_key=Load("ids", (B, K), "float"))],
     ),
-    "chunks": (ix.compare("==", chunk(Q), chunk(K)), [Chunked(size=4)]),
+    "chunks": (ix.compare("==", chunk(Q), chunk(K)), [masks.Chunked(size=4)]),
     "chunks after padding": (
         ix.compare("==", chunk(ix.add(Q, LENGTH, -1)), chunk(ix.add(K, LENGTH, -1))),
-        [Chunked(size=4, start=LENGTH)],
+        [masks.Chunked(size=4, start=LENGTH)],
     ),
     "an image block": (
         either(CAUSAL, both(ix.compare("==", at_query(IDS), IDS), ix.compare(">=", IDS, ix.ZERO))),
         [
-            AnyOf(
-                alternatives=((Causal(),), (KeyPadding(condition=ix.compare(">=", IDS, ix.ZERO)), Document(of_key=IDS)))
+            masks.AnyOf(
+                alternatives=(
+                    (masks.Causal(),),
+                    (masks.KeyPadding(condition=ix.compare(">=", IDS, ix.ZERO)), masks.Document(of_key=IDS)),
+                )
             )
         ],
     ),
     "two prefixes": (
         either(CAUSAL, ix.compare("<", K, LENGTH), ix.compare("==", K, PAST)),
         [
-            AnyOf(
+            masks.AnyOf(
                 alternatives=(
-                    (Causal(),),
-                    (KeyBound(side="last", bound=plus(LENGTH, -1)),),
-                    (Formula(condition=ix.compare("==", K, PAST)),),
+                    (masks.Causal(),),
+                    (masks.KeyBound(side="last", bound=plus(LENGTH, -1)),),
+                    (masks.Formula(condition=ix.compare("==", K, PAST)),),
                 )
             )
         ],
@@ -165,13 +158,13 @@ def test_what_has_a_name(name: str) -> None:
 
 @pytest.mark.parametrize("name", UNNAMED)
 def test_what_has_none_keeps_its_formula(name: str) -> None:
-    assert kinds.recognise(UNNAMED[name], SQ, SKV) == (Formula(condition=UNNAMED[name]),)
+    assert kinds.recognise(UNNAMED[name], SQ, SKV) == (masks.Formula(condition=UNNAMED[name]),)
 
 
 def test_bottom_right_of_known_sizes() -> None:
     found = kinds.recognise(ix.compare("<=", K, plus(Q, 3)), Linear((), 5), Linear((), 8))
-    assert found == (Causal(alignment=Alignment.BOTTOM_RIGHT),)
-    assert kinds.recognise(CAUSAL, Linear((), 5), Linear((), 8)) == (Causal(),)
+    assert found == (masks.Causal(alignment=masks.Alignment.BOTTOM_RIGHT),)
+    assert kinds.recognise(CAUSAL, Linear((), 5), Linear((), 8)) == (masks.Causal(),)
 
 
 # ---- what is it called, and is it that? -----------------------------------------------------------------------------

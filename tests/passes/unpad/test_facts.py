@@ -19,20 +19,7 @@ from attn_compiler.passes.unpad.forms import FormRecipe, Indexed, KeepsPadding, 
 from attn_compiler.passes.writing import lower
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.errors import AttnCompilerWarning, PassFailed
-from tests.passes.unpad.encoder import (
-    BATCH,
-    LENGTH,
-    MASK,
-    WIDTH,
-    Decoder,
-    Encoder,
-    Windowed,
-    check,
-    compiled,
-    ids_of,
-    mask_of,
-    report,
-)
+from tests.passes.unpad import encoder
 
 
 # What is asked before each call is asked of the values that the model itself goes by.
@@ -40,10 +27,10 @@ def test_labels_that_are_written_in_place() -> None:
     def loss(x: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         own = labels.clone()
         own.masked_fill_(own == -100, 3)
-        return F.cross_entropy(x.view(-1, WIDTH), own.view(-1))
+        return F.cross_entropy(x.view(-1, encoder.WIDTH), own.view(-1))
 
-    labels = (ids_of(MASK) % WIDTH).masked_fill(MASK == 0, -100)
-    kept = check(Encoder(ending=loss), labels=labels).kept
+    labels = (encoder.ids_of(encoder.MASK) % encoder.WIDTH).masked_fill(encoder.MASK == 0, -100)
+    kept = encoder.check(encoder.Encoder(ending=loss), labels=labels).kept
     assert kept is not None
     assert "in place" in kept.rule
 
@@ -57,14 +44,14 @@ def test_what_is_asked_takes_what_it_reads() -> None:
 
     module, read = facts.with_places(fx.symbolic_trace(asked))
     assert read == (1,)
-    told, packed, tokens, _, _, _, _, starts = module(MASK)
+    told, packed, tokens, _, _, _, _, starts = module(encoder.MASK)
     assert told.dtype == torch.int64
-    assert packed.tolist() == MASK.bool().tolist()
+    assert packed.tolist() == encoder.MASK.bool().tolist()
     assert told.tolist() == [21, 0, 1]
     assert starts.tolist() == [0, 4, 14, 21]
     assert tokens[:5].tolist() == [0, 1, 2, 3, 10]
     later, _ = facts.with_places(fx.symbolic_trace(asked), are_later=True)
-    assert [x if x is None else x.tolist() for x in later(MASK)] == [told.tolist(), packed.tolist(), None]
+    assert [x if x is None else x.tolist() for x in later(encoder.MASK)] == [told.tolist(), packed.tolist(), None]
 
 
 # In which form an operand meets packed ones, and how an op is called on forms.
@@ -172,7 +159,7 @@ def test_an_op_is_called_on_its_operands_forms() -> None:
 # A packed graph stays with kernels for all of its attentions.
 def test_without_a_kernel_that_leaves_rows_out_padding_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "LEAVING_OUT", ())
-    found = check(Encoder())
+    found = encoder.check(encoder.Encoder())
     assert found.kept is not None
     assert found.kept.code is Code.PADDING_NO_KERNEL
     # The model's own attentions are decided for as if nobody had tried.
@@ -193,9 +180,9 @@ def _broken_the_second_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_fault_in_looking_at_the_packed_graph_costs_the_packing_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     _broken_the_second_time(monkeypatch)
-    model = Encoder()
+    model = encoder.Encoder()
     with pytest.warns(AttnCompilerWarning, match="pass 'unpad' failed at the graph: KeyError: 'not packed'"):
-        found = check(model, function=compiled(model, strict=False))
+        found = encoder.check(model, function=encoder.compiled(model, strict=False))
     assert found.kept is not None
     assert found.kept.code is Code.FAULT
     (told,) = [one for one in attn_compiler.reports() if one.unpad is not None]
@@ -208,17 +195,17 @@ def test_a_graph_that_fails_after_it_was_packed_runs_as_the_model_made_it(monkey
         raise KeyError("too late")
 
     monkeypatch.setattr(lower, "verify_graph", fail)
-    model = Encoder()
-    run = compiled(model, strict=False)
+    model = encoder.Encoder()
+    run = encoder.compiled(model, strict=False)
     with pytest.warns(AttnCompilerWarning, match="pass 'verify' failed at layers.1: KeyError: 'too late'"):
-        found = run(ids_of(MASK), MASK)
-    torch.testing.assert_close(found, model(ids_of(MASK), MASK))
+        found = run(encoder.ids_of(encoder.MASK), encoder.MASK)
+    torch.testing.assert_close(found, model(encoder.ids_of(encoder.MASK), encoder.MASK))
 
 
 def test_such_a_fault_is_raised_in_strict_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     _broken_the_second_time(monkeypatch)
     with pytest.raises(PassFailed, match="not packed") as caught:
-        compiled(Encoder())(ids_of(MASK), MASK)
+        encoder.compiled(encoder.Encoder())(encoder.ids_of(encoder.MASK), encoder.MASK)
     assert caught.value.pass_name == "unpad"
 
 
@@ -231,15 +218,15 @@ def test_an_attention_that_is_not_found_again_keeps_padding_in(monkeypatch: pyte
         return type(found)(sites=found.sites[1:], misses=found.misses) if len(looks) == 2 else found
 
     monkeypatch.setattr(match, "find_sites", fewer)
-    found = check(Encoder())
+    found = encoder.check(encoder.Encoder())
     assert found.kept is not None
     assert found.kept.rule == "each packed attention is understood"
 
 
 def test_padding_is_out_where_all_have_their_kernels() -> None:
     with torch.no_grad():
-        compiled(Encoder())(ids_of(MASK), MASK)
-    assert report().kept is None
+        encoder.compiled(encoder.Encoder())(encoder.ids_of(encoder.MASK), encoder.MASK)
+    assert encoder.report().kept is None
 
 
 # What a fact compares lies row by row.
@@ -248,36 +235,36 @@ def test_padding_is_out_where_all_have_their_kernels() -> None:
 @pytest.mark.parametrize("both", [True, False])
 def test_a_loss_over_positions_before_rows(both: bool, reduction: str) -> None:
     def loss(x: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        logits = (x.transpose(0, 1) if both else x).reshape(-1, WIDTH)
+        logits = (x.transpose(0, 1) if both else x).reshape(-1, encoder.WIDTH)
         found = F.cross_entropy(logits, labels.t().reshape(-1), reduction=reduction)
         return found if reduction == "mean" else (found * (mask.t() if both else mask).reshape(-1)).sum()
 
     # Ignored where padding would be if labels lay row by row: some labels at padding count.
-    flat = torch.where(MASK.view(-1) == 1, (ids_of(MASK) % WIDTH).t().reshape(-1), -100)
-    labels = flat.view(LENGTH, BATCH).t().contiguous()
-    check(Encoder(ending=loss), labels=labels, close=2e-5)
+    flat = torch.where(encoder.MASK.view(-1) == 1, (encoder.ids_of(encoder.MASK) % encoder.WIDTH).t().reshape(-1), -100)
+    labels = flat.view(encoder.LENGTH, encoder.BATCH).t().contiguous()
+    encoder.check(encoder.Encoder(ending=loss), labels=labels, close=2e-5)
 
 
 def _shifted(x: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """As losses of language models: each token has the next one's label."""
     following = F.pad(labels, (0, 1), value=-100)[:, 1:]
-    return F.cross_entropy(x.reshape(-1, WIDTH), following.reshape(-1))
+    return F.cross_entropy(x.reshape(-1, encoder.WIDTH), following.reshape(-1))
 
 
-@pytest.mark.parametrize("model", [Decoder, Encoder, Windowed])
-def test_padding_whose_label_counts_is_computed_too(model: type[Encoder]) -> None:
+@pytest.mark.parametrize("model", [encoder.Decoder, encoder.Encoder, encoder.Windowed])
+def test_padding_whose_label_counts_is_computed_too(model: type[encoder.Encoder]) -> None:
     """Padded on the left, the last padding of a row has the first token as its label. It is a query without keys, and no key."""
-    mask = mask_of(4, 10, 1, left=True)
-    labels = (ids_of(mask) % WIDTH).masked_fill(mask == 0, -100)
-    found = check(model(ending=_shifted), mask, labels=labels)
+    mask = encoder.mask_of(4, 10, 1, left=True)
+    labels = (encoder.ids_of(mask) % encoder.WIDTH).masked_fill(mask == 0, -100)
+    found = encoder.check(model(ending=_shifted), mask, labels=labels)
     assert "padding that has a label stands before the real tokens of its row" in found.facts
     assert [step.failed for step in found.last] == [()]
     assert found.last[0].fill == (4 + 10 + 1 + 2) / 30
 
 
 def test_padding_whose_label_counts_behind_real_tokens_is_not_packed() -> None:
-    labels = ids_of(MASK) % WIDTH
-    found = check(Decoder(ending=_shifted), labels=labels)
+    labels = encoder.ids_of(encoder.MASK) % encoder.WIDTH
+    found = encoder.check(encoder.Decoder(ending=_shifted), labels=labels)
     assert [step.failed for step in found.last] == [
         ("padding that has a label stands before the real tokens of its row",)
     ]

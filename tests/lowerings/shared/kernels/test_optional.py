@@ -10,16 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attn_compiler.lowerings.shared.kernels.optional import (
-    at_index,
-    list_of,
-    load_column,
-    load_keys,
-    load_one,
-    load_row,
-    load_upper,
-    of_head,
-)
+from attn_compiler.lowerings.shared.kernels import optional
 from attn_compiler.lowerings.shared.kernels.tuples import ListStrides
 from attn_compiler.lowerings.shared.ops.listing import SURPLUS
 from tests.lowerings.kernel_cases import BY_NAME
@@ -37,17 +28,17 @@ def _sums(Table, Rows, Slopes, Tiles, Out, table_b, table_h, rows_b, length, ROW
     offsets = tl.arange(0, ROWS)
     inside = offsets < length
     total = tl.zeros([ROWS, 1], tl.float32)
-    table = load_column(of_head(Table, batch, head, table_b, table_h), offsets, inside)
+    table = optional.load_column(optional.of_head(Table, batch, head, table_b, table_h), offsets, inside)
     if table is not None:
         total += table
-    rows = at_index(Rows, batch, rows_b)
-    lower, upper = load_column(rows, offsets, inside), load_upper(rows, length, offsets, inside)
+    rows = optional.at_index(Rows, batch, rows_b)
+    lower, upper = optional.load_column(rows, offsets, inside), optional.load_upper(rows, length, offsets, inside)
     if lower is not None:
         total += lower + 2 * upper
-    slope = load_one(Slopes, head)
+    slope = optional.load_one(Slopes, head)
     if slope is not None:
         total += slope
-    found = list_of(Tiles, batch, head, head, ListStrides(tiles_b=4, tiles_h=2, tiles_row=1))
+    found = optional.list_of(Tiles, batch, head, head, ListStrides(tiles_b=4, tiles_h=2, tiles_row=1))
     if found is not None:
         total += tl.load(found)
     place = Out + (batch * tl.num_programs(0) + head) * ROWS + offsets[:, None]
@@ -80,10 +71,10 @@ def _rows(Keys, Documents, Out, length, SIZE: tl.constexpr):
     """Out: (SIZE,): 1 where a key may be used, and its document's number."""
     keys = tl.arange(0, SIZE)
     total = tl.zeros([SIZE], tl.int32)
-    allowed = load_keys(Keys, keys, keys < length)
+    allowed = optional.load_keys(Keys, keys, keys < length)
     if allowed is not None:
         total += allowed.to(tl.int32)
-    documents = load_row(Documents, keys, keys < length)
+    documents = optional.load_row(Documents, keys, keys < length)
     if documents is not None:
         total += documents
     tl.store(Out + keys, total)
