@@ -11,8 +11,8 @@ import functools
 from dataclasses import dataclass
 
 from attn_compiler.lowerings.base import FP8
-from attn_compiler.lowerings.choice import nearest, shape_class
-from attn_compiler.lowerings.choice.measured import Table
+from attn_compiler.lowerings.choice import shape_class
+from attn_compiler.lowerings.choice.measured import Table, nearest_rows
 from attn_compiler.lowerings.shared.parts import site_parts as parts
 from attn_compiler.lowerings.shared.parts.kernel_plan import Band
 from attn_compiler.reasons.codes import Code
@@ -116,7 +116,7 @@ def estimate(lowering: str, spec: AttentionSpec, like: SpeedRow | None = None) -
         return None
     wanted = (asked.keys, asked.seqlen) if like is None else (like.keys, like.seqlen)
     fitting = [row for row in TABLE.rows() if row.lowering == lowering and row.fits(asked)]
-    there = nearest.nearest_rows(fitting, lambda row: (row.keys, row.seqlen), wanted)
+    there = nearest_rows(fitting, lambda row: (row.keys, row.seqlen), wanted)
     there = [row for row in there if row.grouped == asked.grouped] or there
     own = [row for row in there if row.scaling in ("", asked.scaling)]
     return max(own or there, key=lambda row: row.tflops, default=None)

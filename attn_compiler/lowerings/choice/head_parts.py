@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from attn_compiler.lowerings.choice import nearest, shape_class
+from attn_compiler.lowerings.choice import shape_class
 from attn_compiler.lowerings.choice.measured import Table
 from attn_compiler.lowerings.shared.parts.kernel_plan import head_dim_sums, head_dim_tiles
 from attn_compiler.spec.attention import AttentionSpec
@@ -37,9 +37,6 @@ def is_faster(spec: AttentionSpec) -> bool:
     head_dims, seqlens = head_dim_sums(spec), shape_class.classify(spec).seqlens
     if head_dims == head_dim_tiles(spec):
         return False
-    sort = shape_class.sort_of_mask(spec), shape_class.classify(spec).band
-    there = [
-        row for row in TABLE.rows() if (row.mask, row.band, row.head_dim_qk, row.head_dim_v) == (*sort, *head_dims)
-    ]
-    near = nearest.rows_of_nearest_length(there, seqlens) if there else ""
+    own = (shape_class.sort_of_mask(spec), shape_class.classify(spec).band, *head_dims)
+    near = TABLE.nearest(lambda row: (row.mask, row.band, row.head_dim_qk, row.head_dim_v) == own, seqlens)
     return not isinstance(near, str) and all(row.summed > row.padded for row in near)

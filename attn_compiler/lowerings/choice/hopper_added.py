@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from attn_compiler.lowerings.choice import nearest, shape_class
+from attn_compiler.lowerings.choice import shape_class
 from attn_compiler.lowerings.choice.measured import Table
 from attn_compiler.lowerings.shared.parts import site_parts
 from attn_compiler.lowerings.shared.parts.site_parts import PartKind
@@ -68,18 +68,17 @@ def _passes(spec: AttentionSpec, part: PartKind) -> tuple[str, ...]:
 
 def _check_part(spec: AttentionSpec, part: PartKind, which: str) -> list[Reason]:
     shape = shape_class.classify(spec)
-    there = [
-        row
-        for row in TABLE.rows()
-        if (row.part, row.pass_) == (part, which)
-        and shape.head_dim is not None
-        and row.head_dim_from <= shape.head_dim <= row.head_dim_to
-    ]
-    if not there:
-        return [_refused(part, f"no row of the {which} with {_WORDS[part]} and such sizes, D {shape.head_dim}")]
-    near = nearest.rows_of_nearest_length(there, shape.seqlens)
+    near = TABLE.nearest(
+        lambda row: (
+            (row.part, row.pass_) == (part, which)
+            and shape.head_dim is not None
+            and row.head_dim_from <= shape.head_dim <= row.head_dim_to
+        ),
+        shape.seqlens,
+    )
     if isinstance(near, str):
-        return [_refused(part, near)]
+        none = f"no row of the {which} with {_WORDS[part]} and such sizes, D {shape.head_dim}"
+        return [_refused(part, near or none)]
     slower = [row for row in near if row.hopper <= row.triton]
     return [_refused(part, slower[0].words)] if slower else []
 

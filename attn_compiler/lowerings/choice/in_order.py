@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from attn_compiler.lowerings.choice import nearest, shape_class
+from attn_compiler.lowerings.choice import shape_class
 from attn_compiler.lowerings.choice.measured import Table
 from attn_compiler.lowerings.shared.launching import persistent
 from attn_compiler.reasons.codes import Code
@@ -58,20 +58,19 @@ def check_order_speed(spec: AttentionSpec, target: Target) -> list[Reason]:
         return [_refused("sizes that are not known when the graph is compiled", "torch.compile(dynamic=False)")]
     heads, seqlens = sizes
     shape, mask = shape_class.classify(spec), shape_class.sort_of_mask(spec)
-    there = [
-        row
-        for row in TABLE.rows()
-        if (row.mask, row.band) == (mask, shape.band)
-        and shape.head_dim is not None
-        and row.head_dim_from <= shape.head_dim <= row.head_dim_to
-    ]
-    if not there:
-        own = mask if mask == shape.band else f"{mask} and {shape.band}"
-        return [_refused(f"no row of a mask and head dims like these, {own}, D {shape.head_dim}", _REMEDY)]
-    at_once = persistent.heads_at_once(heads, target.processors)
-    near = nearest.rows_of_nearest_length(there, seqlens, lambda row: (row.heads,), (at_once,))
+    near = TABLE.nearest(
+        lambda row: (
+            (row.mask, row.band) == (mask, shape.band)
+            and shape.head_dim is not None
+            and row.head_dim_from <= shape.head_dim <= row.head_dim_to
+        ),
+        seqlens,
+        lambda row: (row.heads,),
+        (persistent.heads_at_once(heads, target.processors),),
+    )
     if isinstance(near, str):
-        return [_refused(near, _REMEDY)]
+        own = mask if mask == shape.band else f"{mask} and {shape.band}"
+        return [_refused(near or f"no row of a mask and head dims like these, {own}, D {shape.head_dim}", _REMEDY)]
     slower = [row for row in near if row.in_order <= row.triton]
     return [_refused(slower[0].words, _REMEDY)] if slower else []
 

@@ -13,7 +13,7 @@ import triton
 from attn_compiler.lowerings.hopper import added, mask_bits, wide_launch
 from attn_compiler.lowerings.hopper.kernels import around_backward, backward_sm90
 from attn_compiler.lowerings.hopper.kernels.tuples import GradSwitches
-from attn_compiler.lowerings.hopper.launch import adding_of, bhsd_strides, may_leak, own_arguments
+from attn_compiler.lowerings.hopper.launch import adding_of, bhsd_strides, masking_of, may_leak, own_arguments
 from attn_compiler.lowerings.hopper.ops import IN_ORDER, grad_operands
 from attn_compiler.lowerings.hopper.plan import GradBlocks, grad_blocks_of, is_ordered, is_wide
 from attn_compiler.lowerings.shared.calls import gradient_launch, leaf_calls
@@ -21,7 +21,6 @@ from attn_compiler.lowerings.shared.calls.arguments import (
     STATS_BLOCK,
     Prepared,
     alignment,
-    along,
     lists,
     operand_parameters,
     prepare,
@@ -31,7 +30,7 @@ from attn_compiler.lowerings.shared.calls.backward import Backward
 from attn_compiler.lowerings.shared.calls.backward_call import BackwardByKernels
 from attn_compiler.lowerings.shared.calls.leaf_calls import BackwardArguments
 from attn_compiler.lowerings.shared.kernels import backward, kv_backward
-from attn_compiler.lowerings.shared.kernels.tuples import MaskStrides, Sizes
+from attn_compiler.lowerings.shared.kernels.tuples import Sizes
 from attn_compiler.lowerings.shared.launching import persistent
 from attn_compiler.lowerings.shared.launching.launch import Arguments, launch
 from attn_compiler.lowerings.shared.parts.kernel_plan import head_dim_tiles
@@ -195,7 +194,7 @@ def main_arguments(shared: Backward) -> Arguments:
         "blocks": in_head,
         "heads_of_all": heads_of_all,
         "adding": adding_of(shared.tensors),
-        "masking": _masking(every["masking"], shared.tensors.get(mask_bits.BY_KEY)),
+        "masking": masking_of(every["masking"], shared.tensors.get(mask_bits.BY_KEY), by_key=True),
         "HOW": switches(prepared, every, blocks, leaks=leaks(shared), in_order=_is_in_order(shared)),
     }
     wanted = {*backward_sm90.attention_backward_sm90.arg_names, *Sizes._fields}
@@ -212,14 +211,6 @@ def main_arguments(shared: Backward) -> Arguments:
         numbers={name: x for name, x in numbers.items() if name in wanted},
         tile=blocks.tile,
     )
-
-
-def _masking(masking: MaskStrides, bits: torch.Tensor | None) -> MaskStrides:
-    """Replace the mask's strides by those of its bits by key, if it has such bits."""
-    if bits is None:
-        return masking
-    b, h, k = (along(bits, axis) for axis in range(3))
-    return masking._replace(mask_b=b, mask_h=h, mask_q=0, mask_k=k)
 
 
 def _section(shared: Backward, numbers: Mapping[str, Any], blocks: int, heads_of_all: int) -> int:

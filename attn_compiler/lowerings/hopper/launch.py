@@ -131,7 +131,7 @@ def _forward(prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> Argumen
         "blocks": in_head,
         "heads_of_all": heads_of_all,
         "adding": adding_of(tensors),
-        "masking": _masking(every["masking"], tensors.get(mask_bits.NAME)),
+        "masking": masking_of(every["masking"], tensors.get(mask_bits.NAME)),
         "HOW": switches(prepared, every, blocks, leaks=may_leak(prepared, q, k), further=tensors.get(added.NAME)),
     }
     wanted = {*kernel_of(prepared).arg_names, *Sizes._fields}
@@ -149,12 +149,12 @@ def _forward(prepared: Prepared, tensors: Mapping[str, torch.Tensor]) -> Argumen
     )
 
 
-def _masking(masking: MaskStrides, bits: torch.Tensor | None) -> MaskStrides:
-    """Replace the mask's strides by those of its bits, if it has such bits."""
+def masking_of(masking: MaskStrides, bits: torch.Tensor | None, *, by_key: bool = False) -> MaskStrides:
+    """Replace the mask's strides by those of its bits, or of its bits by key, if it has such bits."""
     if bits is None:
         return masking
-    b, h, q = (along(bits, axis) for axis in range(3))
-    return masking._replace(mask_b=b, mask_h=h, mask_q=q, mask_k=0)
+    b, h, row = (along(bits, axis) for axis in range(3))
+    return masking._replace(mask_b=b, mask_h=h, mask_q=0 if by_key else row, mask_k=row if by_key else 0)
 
 
 def adding_of(tensors: Mapping[str, torch.Tensor]) -> Adding | None:

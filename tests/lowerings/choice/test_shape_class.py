@@ -11,7 +11,7 @@ import pytest
 
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Index, Load
-from attn_compiler.lowerings.choice import nearest, priorities, shape_class
+from attn_compiler.lowerings.choice import measured, priorities, shape_class
 from attn_compiler.lowerings.choice.rows import Row
 from attn_compiler.lowerings.choice.shape_class import BANDS, MASKS
 from attn_compiler.spec import masks
@@ -166,7 +166,7 @@ ROWS = [("a", 1024, 4), ("b", 4096, 4), ("c", 4096, 64), ("d", 4096, 64)]
 
 
 def _names(*wanted: float) -> list[str]:
-    return [name for name, *_ in nearest.nearest_rows(ROWS, lambda row: (row[1], row[2])[: len(wanted)], wanted)]
+    return [name for name, *_ in measured.nearest_rows(ROWS, lambda row: (row[1], row[2])[: len(wanted)], wanted)]
 
 
 @pytest.mark.parametrize(
@@ -186,14 +186,14 @@ def test_the_first_size_decides_as_a_ratio_and_then_the_next(wanted: tuple[float
 
 
 def test_none_of_none() -> None:
-    assert nearest.nearest_rows([], lambda row: (1,), (1,)) == []
+    assert measured.nearest_rows([], lambda row: (1,), (1,)) == []
 
 
 @pytest.mark.parametrize(
     ("seqlens", "far"), [((512, 512), False), ((511, 511), True), ((512, 1024), False), ((512, 1025), True)]
 )
 def test_half_the_shortest_and_twice_the_keys_are_the_ends(seqlens: tuple[int, int], far: bool) -> None:
-    assert nearest.is_far(seqlens, 1024) is far
+    assert measured.is_far(seqlens, 1024) is far
 
 
 # The model of cost.
