@@ -33,16 +33,11 @@ def _model(impl: str, dtype: torch.dtype) -> nn.Module:
     return model
 
 
-def _inputs() -> dict[str, Any]:
-    ids = torch.randint(0, 128, (2, SEQLEN), generator=torch.Generator().manual_seed(0))
-    padding = (torch.arange(SEQLEN) < torch.tensor([[23], [SEQLEN]])).long()
-    return {"input_ids": ids, "attention_mask": padding, "use_cache": False}
-
-
 def _results(model: Any) -> list[Tensor]:
     """Logits of real tokens, and the gradients of what is trained."""
-    inputs = _inputs()
-    logits: Tensor = model(**inputs).logits[inputs["attention_mask"].bool()]
+    ids = torch.randint(0, 128, (2, SEQLEN), generator=torch.Generator().manual_seed(0))
+    padding = (torch.arange(SEQLEN) < torch.tensor([[23], [SEQLEN]])).long()
+    logits: Tensor = model(input_ids=ids, attention_mask=padding, use_cache=False).logits[padding.bool()]
     trained = [p for p in model.parameters() if p.requires_grad] if logits.requires_grad else []
     return [logits.detach(), *(torch.autograd.grad(logits.sin().sum(), trained) if trained else ())]
 

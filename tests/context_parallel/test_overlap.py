@@ -35,10 +35,6 @@ def _held(graph: fx.Graph, group: str) -> int:
     return max(sum(begin <= node <= end for begin, end in spans) for node in graph.nodes)
 
 
-def _attentions(graph: fx.Graph) -> list[fx.Node]:
-    return [node for node in graph.nodes if "attn_compiler.triton_" in str(node.target)]
-
-
 @pytest.fixture(scope="module", params=[(4, None, 1), (4, "head_tail", 1), (3, None, 2)], ids=str)
 def run(request: pytest.FixtureRequest) -> tuple[list[fx.Graph], str, int, int]:
     size, order, layers = request.param
@@ -68,7 +64,7 @@ def test_each_gather_begins_before_the_step_before_it(run: tuple[list[fx.Graph],
     found, group, size, _ = run
     for graph in found:
         pieces = [node for node in graph.nodes if torch_overlap.is_piece(node, group)]
-        attentions = _attentions(graph)
+        attentions = [node for node in graph.nodes if "attn_compiler.triton_" in str(node.target)]
         each = len(attentions) // len(pieces)
         for step, (before, gather) in enumerate(itertools.pairwise(pieces)):
             is_next_layer = graph is found[0] and (step + 1) % size == 0

@@ -161,12 +161,9 @@ def _numbers(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Tensor]:
     out.loss.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     return {
-        name: _whole(x).detach().clone() for name, x in {"logits": out.logits, "loss": out.loss, **gradients}.items()
+        name: (x.full_tensor() if isinstance(x, DTensor) else x).detach().clone()
+        for name, x in {"logits": out.logits, "loss": out.loss, **gradients}.items()
     }
-
-
-def _whole(x: Tensor) -> Tensor:
-    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def _far(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -142,12 +142,8 @@ def test_a_graph_that_runs_twice_counts_twice() -> None:
     assert recorder.found == 2
 
 
-def _absent() -> Iterator[str]:
-    return (case.id for case in cases() if why_absent(case) is not None)
-
-
 def test_an_absent_case_has_its_reason() -> None:
-    for name in _absent():
+    for name in (case.id for case in cases() if why_absent(case) is not None):
         result = run_case(BY_ID[name])
         assert result.status == "absent"
         assert len(result.detail.split()) > 4, name

@@ -140,15 +140,11 @@ def _of_any_length(miss: str) -> str:
     return re.sub(r", in \d+ plain ops a layer$", "", miss)
 
 
-def _short(text: str) -> str:
-    return text if len(text) <= _MOST else f"{text[:_MOST].rstrip()}…"
-
-
 def _section(title: str, rows: Iterable[tuple[str, Row]]) -> list[str]:
     """Each text with the models that it is said of."""
     models: dict[str, dict[str, None]] = {}
     for text, row in rows:
-        models.setdefault(_short(text), {})[row.model] = None
+        models.setdefault(text if len(text) <= _MOST else f"{text[:_MOST].rstrip()}…", {})[row.model] = None
     if not models:
         return []
     told = [f"| {text} | {_few([*names])} |" for text, names in models.items()]

@@ -133,10 +133,6 @@ _OF_PACKAGES = {"fa4", "cudnn"}
 _NEVER_WORSE = 1.2
 
 
-def _first(row: Row) -> str:
-    return next(name for name in row.order if name not in _OF_PACKAGES)
-
-
 def _shorter(row: Row) -> Iterator[Row]:
     """Measured rows of such sites, of fewer positions."""
     for other in priorities.ROWS:
@@ -153,7 +149,7 @@ def test_what_is_chosen_for_any_length_is_right_for_long_ones_and_never_bad_for_
     for row in priorities.ROWS:
         if not row.times or row.seqlens is None or row.seqlens[0] != shape_class.ANY_LENGTH:
             continue
-        chosen = _first(row)
+        chosen = next(name for name in row.order if name not in _OF_PACKAGES)
         for other in _shorter(row):
             fastest = min(time for name, time in other.times.items() if name not in _OF_PACKAGES)
             assert other.times[chosen] <= _NEVER_WORSE * fastest, (row, other)

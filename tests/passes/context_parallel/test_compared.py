@@ -33,10 +33,6 @@ _NUMBER = "a number that is made of the sequence's length"
 _COUNTED = "was made of how many positions the rank has"
 
 
-def _last(x: Tensor, d: Data) -> Tensor:
-    return x + (d["position_ids"] == x.shape[1] - 1)[..., None] * 3.0
-
-
 #: numbers of Python, in any op and place
 OF_LENGTH: dict[str, Before] = {
     "tensor that holds it": lambda m, x, d: x * torch.tensor(float(x.shape[1])),
@@ -82,7 +78,7 @@ OF_LENGTH: dict[str, Before] = {
 
 #: positions that are compared or combined with it
 OF_POSITIONS: dict[str, Before] = {
-    "flag of the last": lambda m, x, d: _last(x, d),
+    "flag of the last": lambda m, x, d: x + (d["position_ids"] == x.shape[1] - 1)[..., None] * 3.0,
     "flag of the last but one": lambda m, x, d: x * (d["position_ids"] != x.shape[1] - 2)[..., None],
     "from the end": lambda m, x, d: x + (x.shape[1] - 1 - d["position_ids"])[..., None] * 0.1,
     "modulo it": lambda m, x, d: x + (d["position_ids"] % x.shape[1])[..., None] * 0.1,

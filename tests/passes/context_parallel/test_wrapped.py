@@ -86,10 +86,6 @@ def test_tensor_parallelism_is_followed(name: str) -> None:
     _run(FOLLOWED[name])
 
 
-def _told_by(word: str) -> str:
-    return rf"outside of attention, each position.*{word}"
-
-
 def _counted(m: Any, x: Tensor) -> Tensor:
     at = torch.arange(LENGTH, dtype=x.dtype)[None, :, None].expand_as(x).contiguous()
     return (_wrapped(x, m["tp"]) + _wrapped(at, m["tp"])).to_local()
@@ -132,7 +128,7 @@ REFUSED: dict[str, tuple[OnMesh, str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_mixes_positions_is_refused(name: str) -> None:
     function, word = REFUSED[name]
-    with pytest.raises(ContextParallelUnsupported, match=_told_by(word)):
+    with pytest.raises(ContextParallelUnsupported, match=f"outside of attention, each position.*{word}"):
         _run(function)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -329,13 +328,9 @@ class _Model(nn.Module):
         return made.view(-1), made.exp() + seen
 
 
-def _named(graph: fx.Graph) -> dict[str, Any]:
-    return {node.name: node for node in graph.nodes}
-
-
 def test_what_goes_in_and_out_and_who_writes() -> None:
     gm, _ = captured(_Model(), torch.randn(3), torch.randn(3))
-    aliases, nodes = Aliases(graph=gm.graph), _named(gm.graph)
+    aliases, nodes = Aliases(graph=gm.graph), {node.name: node for node in gm.graph.nodes}
     x, y, weight = (next(node for name, node in nodes.items() if part in name) for part in ("l_x_", "l_y_", "weight"))
     made = next(node for name, node in nodes.items() if name.startswith("made"))
     assert memory_of(made) <= aliases.returned

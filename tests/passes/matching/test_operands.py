@@ -29,10 +29,6 @@ def _read(function: Callable[[Tensor], Tensor], *, through_scales: bool = True) 
     return operand, factor, mirror
 
 
-def _is_input(node: fx.Node) -> bool:
-    return node.op == "placeholder"
-
-
 @pytest.mark.parametrize(
     "function",
     [
@@ -47,7 +43,7 @@ def _is_input(node: fx.Node) -> bool:
     ],
 )
 def test_read_from_above_what_copies_repeats_or_scales(function: Callable[[Tensor], Tensor]) -> None:
-    assert _is_input(_read(function)[0].root)
+    assert _read(function)[0].root.op == "placeholder"
 
 
 def test_free_views_are_kept_as_the_model_wrote_them() -> None:

@@ -105,13 +105,9 @@ MASKS: dict[str, Make] = {
     "a product of what the queries were made to": lambda q, table: torch.einsum("bhqd,kd->bhqk", q.exp(), table),
     "a product on something else": lambda q, table: torch.addmm(table @ table.mT, q[0, 0], table.mT),
     "no bound": lambda q, table: F.softplus(_square(table)),
-    "written to behind": lambda q, table: _written(torch.sigmoid(_square(table.detach()))),
+    "written to behind": lambda q, table: torch.sigmoid(_square(table.detach())).logit_(),
     "beside another": lambda q, table: torch.sigmoid(_square(table)) + F.softplus(_square(table)),
 }
-
-
-def _written(x: Tensor) -> Tensor:
-    return x.logit_()
 
 
 @pytest.mark.parametrize("name", NO_MASKS)

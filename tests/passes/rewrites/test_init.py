@@ -163,20 +163,12 @@ def test_a_compiler_that_fails_on_it_gets_the_models_own_graph(monkeypatch: pyte
 # ---- a graph that differs ---------------------------------------------------------------------------------------------
 
 
-def _strided(x: Tensor) -> Tensor:
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def _at(x: Tensor) -> Tensor:
-    """The same at another place of a larger memory."""
-    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
-
-
 _OTHERS: dict[str, Callable[[], list[Any]]] = {
     "shape": lambda: qkv(2, 3, 9, 16),
     "dtype": lambda: qkv(dtype=torch.bfloat16),
-    "strides": lambda: [_strided(x) for x in qkv()],
-    "offset": lambda: [_at(x) for x in qkv()],
+    "strides": lambda: [x.transpose(1, 2).contiguous().transpose(1, 2) for x in qkv()],
+    # At another place of a larger memory.
+    "offset": lambda: [torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape) for x in qkv()],
     "gradient": lambda: [x.requires_grad_() for x in qkv()],
     "one tensor twice": lambda: [(x := qkv())[0], x[1], x[1]],
     "one memory": lambda: list(torch.randn(3, 2, 3, 8, 16).unbind()),
