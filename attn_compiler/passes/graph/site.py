@@ -77,8 +77,8 @@ class Operand:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Term:
-    """A tensor that joins the scores.
+class Joining:
+    """What a tensor does to the scores that it joins.
 
     weight: the factor that the tensor has in the end.
     weighed_in: the dtype that the model multiplies by the weight in; None: that of the tensor.
@@ -87,10 +87,8 @@ class Term:
     replaces: the fill took the place of the score, and was not added to it (bool tensors alone).
     by_numbers: the tensor has numbers in place of truth values, which have to be 0 and 1.
     again: a masked weight is set to zero once more (bool tensors alone).
-    along: the indices, of "bhqk", that elements may depend on. Along the other indices all elements are equal, and one is enough.
     """
 
-    operand: Operand
     weight: float = 1.0
     weighed_in: torch.dtype | None = None
     inverted: bool = False
@@ -98,6 +96,16 @@ class Term:
     replaces: bool = False
     by_numbers: bool = False
     again: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Term(Joining):
+    """A tensor that joins the scores.
+
+    along: the indices, of "bhqk", that elements may depend on. Along the other indices all elements are equal, and one is enough.
+    """
+
+    operand: Operand
     along: str = "bhqk"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -10,7 +9,7 @@ from torch import fx
 
 from attn_compiler.passes.graph import axes, constants, views
 from attn_compiler.passes.graph.axes import AxisError, Dim, Dims
-from attn_compiler.passes.graph.site import Limit
+from attn_compiler.passes.graph.site import Joining, Limit
 from attn_compiler.passes.matching.contraction import Contraction
 from attn_compiler.passes.matching.patterns import score_steps, steps
 from attn_compiler.passes.matching.patterns.steps import Cast, Step, View
@@ -18,27 +17,15 @@ from attn_compiler.spec.scores import Pointwise, ScoreChange, Unusual, pointwise
 
 
 @dataclass(frozen=True, kw_only=True)
-class Joined:
-    """A tensor that joins the scores: added with `weight`, or a bool mask of the scores where it is False (`inverted`: True).
+class Joined(Joining):
+    """A tensor that joins the scores by a step: added with `weight`, or a bool mask of the scores where it is False (`inverted`: True).
 
     dims: the dims of the scores where it joins, at the mirror node `used`.
-    weighed_in: the dtype of the scores at the last multiplication of the weight.
-    fill: the value of a masked score.
-    replaces: the fill takes the place of the score. Otherwise it is added to the score.
-    by_numbers: the tensor is not bool. Its numbers mask if they are 0 and 1.
-    again: it masks the weights, too.
     """
 
     node: fx.Node
     dims: Dims
     used: fx.Node
-    weight: float = 1.0
-    weighed_in: torch.dtype | None = None
-    inverted: bool = False
-    fill: float = -math.inf
-    replaces: bool = False
-    by_numbers: bool = False
-    again: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

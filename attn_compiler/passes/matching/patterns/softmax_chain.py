@@ -8,7 +8,7 @@ skip that and fuse softmax(dim=-2) wrongly (https://github.com/pytorch/pytorch/i
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
+from dataclasses import fields, replace
 from operator import attrgetter
 
 import torch
@@ -18,7 +18,7 @@ from attn_compiler.passes.graph import axes, constants, gradients, mutation, vie
 from attn_compiler.passes.graph.axes import Atom, AxisError, Dim, Dims
 from attn_compiler.passes.graph.calls import reached
 from attn_compiler.passes.graph.mirror import Mirror
-from attn_compiler.passes.graph.site import Factor, Match, Operand, Refused, SiteScores, Term
+from attn_compiler.passes.graph.site import Factor, Joining, Match, Operand, Refused, SiteScores, Term
 from attn_compiler.passes.matching import contraction, operands
 from attn_compiler.passes.matching.contraction import Contraction
 from attn_compiler.passes.matching.patterns import (
@@ -378,16 +378,7 @@ def _term(mirror: Mirror, joined: Joined, out: fx.Node) -> Term:
     """Read a tensor at the model's reader, since it may be written to after its creation."""
     site_dims = operands.broadcast_dims(joined.node, joined.dims)
     operand, _ = operands.read(mirror, joined.node, site_dims, used=joined.used, until=out)
-    return Term(
-        operand=operand,
-        weight=joined.weight,
-        weighed_in=joined.weighed_in,
-        inverted=joined.inverted,
-        fill=joined.fill,
-        replaces=joined.replaces,
-        by_numbers=joined.by_numbers,
-        again=joined.again,
-    )
+    return Term(operand=operand, **{field.name: getattr(joined, field.name) for field in fields(Joining)})
 
 
 def _sinks(mirror: Mirror, scores: Scores, sunk: Sunk | None, out: fx.Node) -> Operand | float | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -18,42 +18,6 @@ from attn_compiler.passes.recovering.reading.borders import BorderInputs
 from attn_compiler.passes.recovering.reading.core import At, Reader, ReadOp, Unreadable
 from attn_compiler.passes.recovering.reading.inputs import BodyInputs, are_alike
 from attn_compiler.torch_private.known_masks import Known
-
-
-class BodyOutputs:
-    """Reads results of a higher-order call inside the body that computes them: T5 computes its bias in its first layer, for all layers.
-
-    unit: its graph holds the calls. reader_of: returns the reader of a body.
-    """
-
-    def __init__(self, unit: Unit, reader_of: Callable[[Unit], Reader]) -> None:
-        self._unit = unit
-        self._reader_of = reader_of
-
-    def element(self, reader: Reader, node: fx.Node, at: At) -> Expr | None:
-        """The element of a result at `at`; None if it depends on tensors that only the body has, or can't be read there."""
-        given = reader.mirror.dynamo_node(node)
-        if given is None or given.target is not operator.getitem or _may_be_an_input(node):
-            return None
-        call, position = given.args
-        body = next((body for known, body in self._unit.place.callees if known.node is call), None)
-        if body is None or not isinstance(position, int) or not _can_be_read(body):
-            return None
-        below = self._reader_of(body)
-        made = _output(below.mirror, position)
-        if made is None or below.varies(made) or not are_alike(made, node):
-            return None
-        try:
-            element = below.read_at(len(below.mirror.graph.nodes), made, at)
-        except Unreadable:
-            return None
-        tensors = {load.tensor: below.tensors[load.tensor] for load in ix.loads(element)}
-        if any(version.node.graph is below.mirror.graph for version in tensors.values()):
-            return None
-        if any(reader.tensors.get(name, version) != version for name, version in tensors.items()):
-            return None
-        reader.tensors.update(tensors)
-        return element
 
 
 def _may_be_an_input(node: fx.Node) -> bool:
@@ -104,10 +68,34 @@ class Readers:
         return known
 
     def _results_of_calls(self, unit: Unit) -> ReadOp:
-        outputs, other = BodyOutputs(unit, self.of), READERS[opaque]
-
         def read(reader: Reader, node: fx.Node, at: At) -> Expr | None:
-            found = outputs.element(reader, node, at)
-            return found if found is not None else other(reader, node, at)
+            found = self._result(unit, reader, node, at)
+            return found if found is not None else READERS[opaque](reader, node, at)
 
         return read
+
+    def _result(self, unit: Unit, reader: Reader, node: fx.Node, at: At) -> Expr | None:
+        """Return the element of a result of a higher-order call, read inside the body that computes it: T5 computes its bias in its first
+        layer, for all layers. None if it depends on tensors that only the body has, or can't be read there."""
+        given = reader.mirror.dynamo_node(node)
+        if given is None or given.target is not operator.getitem or _may_be_an_input(node):
+            return None
+        call, position = given.args
+        body = next((body for known, body in unit.place.callees if known.node is call), None)
+        if body is None or not isinstance(position, int) or not _can_be_read(body):
+            return None
+        below = self.of(body)
+        made = _output(below.mirror, position)
+        if made is None or below.varies(made) or not are_alike(made, node):
+            return None
+        try:
+            element = below.read_at(len(below.mirror.graph.nodes), made, at)
+        except Unreadable:
+            return None
+        tensors = {load.tensor: below.tensors[load.tensor] for load in ix.loads(element)}
+        if any(version.node.graph is below.mirror.graph for version in tensors.values()):
+            return None
+        if any(reader.tensors.get(name, version) != version for name, version in tensors.items()):
+            return None
+        reader.tensors.update(tensors)
+        return element
