@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,8 +19,8 @@ from attn_compiler.lowerings.decode import definition, latent_schedule, plan as 
 from attn_compiler.lowerings.decode.kernels.decode_latent import attention_decode_latent, combine_latent
 from attn_compiler.lowerings.decode.kernels.latent_sm90_tuples import HopperSwitches
 from attn_compiler.lowerings.decode.kernels.tuples import LatentSwitches, MergeSwitches
-from attn_compiler.lowerings.decode.plan import DecodeCall, DecodePlan, Schedule, none_too_short
-from attn_compiler.lowerings.decode.replaying import DecodeSite, Known, Launched, empty
+from attn_compiler.lowerings.decode.plan import DecodeCall, none_too_short
+from attn_compiler.lowerings.decode.replaying import DecodeSite, Launched, PreparedCall, empty
 from attn_compiler.lowerings.shared.calls import by_definition
 from attn_compiler.lowerings.shared.calls.arguments import along, readable
 from attn_compiler.lowerings.shared.calls.leaf_calls import or_else
@@ -42,29 +42,17 @@ _PARAMETERS = (("bounds",), ("keys",), ("mask", "bias"), ("sinks",))
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreparedLatent:
+class PreparedLatent(PreparedCall):
     """A call in the kernels' terms.
 
-    constants: compile-time arguments of the Triton kernel, without the alignment.
     blocks: tiles of rows of a batch row.
     rows: of all blocks together that are stored.
-    given: for each parameter from Bounds on, its place among the operands, or None.
     rope: the place of the rope part.
-    typed: the places of operands whose dtype the text does not hold.
-    compiled: a kernel and its constants, by everything else that it was compiled for.
     """
 
-    schedule: Schedule
-    plan: DecodePlan
-    scale: float
-    changed_by: float
-    constants: dict[str, Any]
     blocks: int
     rows: int
-    given: tuple[int | None, ...]
     rope: int | None
-    typed: tuple[int, ...]
-    compiled: Known = field(default_factory=dict)
 
 
 @functools.lru_cache(maxsize=1024)

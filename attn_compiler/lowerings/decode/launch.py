@@ -11,7 +11,6 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import triton
@@ -20,8 +19,8 @@ from triton.runtime import driver
 from attn_compiler.lowerings.decode import definition, plan as decode_plan, replaying
 from attn_compiler.lowerings.decode.kernels.decode import attention_decode
 from attn_compiler.lowerings.decode.kernels.tuples import DecodeSwitches
-from attn_compiler.lowerings.decode.plan import DecodeCall, DecodePlan, Schedule, none_too_short
-from attn_compiler.lowerings.decode.replaying import DecodeSite, Known, Launched, empty
+from attn_compiler.lowerings.decode.plan import DecodeCall, none_too_short
+from attn_compiler.lowerings.decode.replaying import DecodeSite, Launched, PreparedCall, empty
 from attn_compiler.lowerings.shared.calls import by_definition
 from attn_compiler.lowerings.shared.calls.arguments import alignment, along, kernel_constants, readable
 from attn_compiler.lowerings.shared.calls.leaf_calls import or_else
@@ -60,29 +59,17 @@ class Sized:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreparedDecode:
+class PreparedDecode(PreparedCall):
     """A call in the kernel's terms.
 
-    constants: compile-time arguments, without the alignment.
     kept: rows of a split's partial result.
     places: tiles of rows of a batch row.
-    given: for each parameter from Bounds on, its place among the operands, or None.
-    typed: the places of those operands whose dtype the text does not hold.
     sized: by the number of sequences and whether they are on a GPU.
-    compiled: a kernel and its constants, by everything else that it was compiled for.
     """
 
-    schedule: Schedule
-    plan: DecodePlan
-    scale: float
-    changed_by: float
-    constants: dict[str, Any]
     kept: int
     places: int
-    given: tuple[int | None, ...]
-    typed: tuple[int, ...]
     sized: dict[tuple[int, bool], Sized] = field(default_factory=dict)
-    compiled: Known = field(default_factory=dict)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -6,11 +6,12 @@ Tensors of a static cache lie alike. After the first call only addresses are che
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from attn_compiler.lowerings.decode.plan import DecodePlan, Schedule
 from attn_compiler.lowerings.shared.launching.dry_run import noter
 from attn_compiler.lowerings.shared.launching.launch import Grid, ReadyKernel, first_launch, plain, start
 from attn_compiler.lowerings.shared.launching.on_device import Empty
@@ -32,6 +33,26 @@ class Launched:
 
 #: a kernel and its constants, by the kernel and all that it is compiled for besides the text of the call
 Known = dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedCall:
+    """A call in the kernels' terms.
+
+    constants: compile-time arguments of the Triton kernel, without the alignment.
+    given: for each parameter from Bounds on, its place among the operands, or None.
+    typed: the places of those operands whose dtype the text does not hold.
+    compiled: a kernel and its constants, by everything else that it was compiled for.
+    """
+
+    schedule: Schedule
+    plan: DecodePlan
+    scale: float
+    changed_by: float
+    constants: dict[str, Any]
+    given: tuple[int | None, ...]
+    typed: tuple[int, ...]
+    compiled: Known = field(default_factory=dict)
 
 
 def launch(

@@ -13,7 +13,7 @@ import triton
 from attn_compiler.lowerings.hopper import added, mask_bits, wide_launch
 from attn_compiler.lowerings.hopper.kernels import around_backward, backward_sm90
 from attn_compiler.lowerings.hopper.kernels.tuples import GradSwitches
-from attn_compiler.lowerings.hopper.launch import adding_of, bhsd_strides, masking_of, may_leak, own_arguments
+from attn_compiler.lowerings.hopper.launch import adding_of, bhsd_strides, masking_of, may_leak, of_all, own_arguments
 from attn_compiler.lowerings.hopper.ops import IN_ORDER, grad_operands
 from attn_compiler.lowerings.hopper.plan import GradBlocks, grad_blocks_of, is_ordered, is_wide
 from attn_compiler.lowerings.shared.calls import gradient_launch, leaf_calls
@@ -237,21 +237,15 @@ def switches(
     """
     qk, v = head_dim_tiles(prepared.call.spec)
     on_both_sides = prepared.plan.tiles or numbers["HAS_LEFT"]
+    every = of_all(prepared, numbers, leaks=leaks)
     return GradSwitches(
-        HEAD_DIM_QK=numbers["HEAD_DIM_QK"],
-        HEAD_DIM_V=numbers["HEAD_DIM_V"],
+        **{**every, "MASK_ALL": every["MASK_ALL"] or (in_order and on_both_sides)},
         QK_ALL=qk,
         V_ALL=v,
         BLOCK_M=blocks.queries,
         BLOCK_N=blocks.keys,
         STAGES=blocks.stages,
         SUM_COLUMNS=blocks.sum_columns(qk),
-        HAS_LEFT=numbers["HAS_LEFT"],
-        HAS_RIGHT=numbers["HAS_RIGHT"],
-        MASK_ALL=numbers["MASK_ALL"] or (in_order and on_both_sides),
-        SOFTCAP=prepared.call.spec.score.softcap is not None,
-        MARKS=leaks,
-        ORDERED=is_ordered(prepared.call.spec),
         REGISTERS=blocks.registers,
         IN_ORDER=in_order,
         ADDED=added.is_there(prepared.plan),

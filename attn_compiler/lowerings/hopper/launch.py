@@ -175,6 +175,13 @@ def adding_of(tensors: Mapping[str, torch.Tensor]) -> Adding | None:
     )
 
 
+def of_all(prepared: Prepared, numbers: Mapping[str, Any], *, leaks: bool) -> dict[str, Any]:
+    """Return the compile-time switches that the kernels of both passes have. numbers: `arguments.common`."""
+    spec = prepared.call.spec
+    given = {name: numbers[name] for name in ("HEAD_DIM_QK", "HEAD_DIM_V", "HAS_LEFT", "HAS_RIGHT", "MASK_ALL")}
+    return {**given, "SOFTCAP": spec.score.softcap is not None, "MARKS": leaks, "ORDERED": is_ordered(spec)}
+
+
 def switches(
     prepared: Prepared,
     numbers: Mapping[str, Any],
@@ -190,20 +197,13 @@ def switches(
     qk, v = multiplied(prepared.call.spec)
     is_shared = further is not None and prepared.plan.bias and further.shape[0] == 1 < further.shape[1]
     return ForwardSwitches(
-        HEAD_DIM_QK=numbers["HEAD_DIM_QK"],
-        HEAD_DIM_V=numbers["HEAD_DIM_V"],
+        **of_all(prepared, numbers, leaks=leaks),
         QK_ALL=qk,
         V_ALL=v,
         BLOCK_M=blocks.queries,
         BLOCK_N=blocks.keys,
         STAGES=blocks.stages,
         QUERY_STAGES=blocks.query_stages,
-        HAS_LEFT=numbers["HAS_LEFT"],
-        HAS_RIGHT=numbers["HAS_RIGHT"],
-        MASK_ALL=numbers["MASK_ALL"],
-        SOFTCAP=prepared.call.spec.score.softcap is not None,
-        MARKS=leaks,
-        ORDERED=is_ordered(prepared.call.spec),
         CONSUMERS=blocks.consumers,
         REGISTERS=blocks.registers,
         OUT_IN_Q=leaves_from_queries(prepared.call.spec, 0 if further is None else further.element_size()),

@@ -9,7 +9,7 @@ import triton
 
 from attn_compiler.lowerings.hopper.kernels import wide_backward_sm90, wide_values_sm90
 from attn_compiler.lowerings.hopper.kernels.tuples import WideSwitches
-from attn_compiler.lowerings.hopper.launch import bhsd_strides, own_arguments
+from attn_compiler.lowerings.hopper.launch import bhsd_strides, of_all, own_arguments
 from attn_compiler.lowerings.hopper.plan import (
     WIDE_PASS,
     WideGradBlocks,
@@ -96,8 +96,7 @@ def _switches(
     spec, by_key = prepared.call.spec, grad != "q"
     qk, v = (multiplied(spec)[0], WIDE_PASS) if grad == "v" else wide_head_dims(spec)
     return WideSwitches(
-        HEAD_DIM_QK=numbers["HEAD_DIM_QK"],
-        HEAD_DIM_V=numbers["HEAD_DIM_V"],
+        **of_all(prepared, numbers, leaks=leaks),
         QK_ALL=qk,
         V_ALL=v,
         BLOCK_M=blocks.tile if by_key else blocks.rows,
@@ -108,12 +107,6 @@ def _switches(
         PART_V=blocks.part_v,
         STAGES=blocks.stages,
         STAGES_V=blocks.stages_v,
-        HAS_LEFT=numbers["HAS_LEFT"],
-        HAS_RIGHT=numbers["HAS_RIGHT"],
-        MASK_ALL=numbers["MASK_ALL"],
-        SOFTCAP=spec.score.softcap is not None,
-        MARKS=leaks,
-        ORDERED=is_ordered(spec),
         BY_KEY=by_key,
         CONSUMERS=2 if grad == "v" else 1,
         QUERY_STAGES=1,

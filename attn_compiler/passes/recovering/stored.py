@@ -7,6 +7,8 @@ a float16 number, and the scale is applied to the scores and the output in float
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import fx
 
@@ -38,17 +40,7 @@ def _stored(mirror: Mirror, operand: Operand, until: fx.Node) -> Stored | None:
     needed = [node] if scale is None else [node, scale]
     if any(not _is_readable(mirror, x, reader, until) for x in needed):
         return None
-    return Stored(
-        operand=Operand(
-            node=operand.node,
-            used=operand.used,
-            dims=operand.dims,
-            root=node,
-            root_dims=operand.root_dims,
-            reads=operand.reads,
-        ),
-        scale=scale,
-    )
+    return Stored(operand=dataclasses.replace(operand, root=node, kept=None), scale=scale)
 
 
 def _above(node: fx.Node) -> tuple[fx.Node, fx.Node | None] | None:
