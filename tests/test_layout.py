@@ -32,17 +32,17 @@ LINES = {
     ".": 383,  # a list of sentences is one input; details of a report, and a program of a site, are printed
     "compiling": 2124,  # sentences for `encode`; small batches run padded; freezing in vain; names of models; late imports
     "context_parallel": 1439,  # with rank_sync, which stood in torch_private/
-    "export": 303,
+    "export": 296,
     "index_expr": 2231,  # an equation is solved for an index here, where two rooms did so
     "integrations": 334,
     "lowerings": 474,  # what a kept rewrite asks is data; families are a list; whether one reads a tensor over pairs; what runs anywhere
-    "lowerings/choice": 1891,  # rows for AVX-512
+    "lowerings/choice": 1879,  # rows for AVX-512
     "lowerings/cudnn": 1903,
-    "lowerings/decode": 3363,  # schedules of 17 to 64 rows; rows that begin alike; full machines
+    "lowerings/decode": 3359,  # schedules of 17 to 64 rows; rows that begin alike; full machines
     "lowerings/fa4": 862,
-    "lowerings/fp8": 1764,
+    "lowerings/fp8": 1756,
     "lowerings/graph_ops": 553,
-    "lowerings/hopper": 5486,
+    "lowerings/hopper": 5447,
     "lowerings/linear": 3909,  # the passes for Hopper, and gradients of chunks, in Gluon
     "lowerings/plain": 670,
     "lowerings/rows": 615,  # runs whose ends go on by one key a query, as in rows that share a prompt
@@ -52,12 +52,12 @@ LINES = {
     "options": 322,  # precision of linear attention; prompts that rows share; reads sources without pathlib
     "passes": 21,
     "passes/context_parallel": 3382,  # with the record of a shared graph, which stood in graph/
-    "passes/graph": 6040,  # copies of caches have a remedy; constants of one number are equal; which nodes are told of; who shares a cache
+    "passes/graph": 6048,  # copies of caches have a remedy; constants of one number are equal; which nodes are told of; who shares a cache
     # Sinks and logsumexps are read as quotients here, where spelling/ had a table of two forms.
     # Exponentials may be divided by their sum after the product, too; the search of modules is apart from what it finds.
-    "passes/matching": 5935,  # a column of sinks; a nearer reason than how a softmax is written; graphs without sites; a quick look
+    "passes/matching": 5913,  # a column of sinks; a nearer reason than how a softmax is written; graphs without sites; a quick look
     "passes/pipeline": 675,  # a step says what it needs to have anything to do; workers start where no rewrite was kept
-    "passes/recovering": 6067,  # Transformer-XL's shift; squares over borders; computed places, alternatives, learned biases, symbols
+    "passes/recovering": 6047,  # Transformer-XL's shift; squares over borders; computed places, alternatives, learned biases, symbols
     "passes/rewrites": 1221,  # the name of a model; an op is defined when a record names it
     "passes/spelling": 2750,  # spells out quantised weights; checkpoints ask for themselves whether they are inlined
     "passes/unpad": 3294,  # prompts that rows share; int8; the work that packing saves
@@ -73,25 +73,25 @@ LINES = {
 
 #: Lines of tests by folder, and of benchmarks. They may only shrink, too: a new test takes its lines from others of its folder.
 TEST_LINES = {
-    ".": 7213,  # a notebook, an image, a release; a program of a site is printed; costs are counted; a list of families is imported
+    ".": 7207,  # a notebook, an image, a release; a program of a site is printed; costs are counted; a list of families is imported
     "/benchmarks": 12311,  # a CPU by lengths and instructions; embedding beside peers; shared prompts; two precisions on a GPU
     "benchmarks": 2858,  # prompts that rows share
     # Modules that graphs without attention leave out; files of another process; modules that graphs without attention leave out.
     "compiling": 2223,  # small batches; freezing in vain; files of another process, training too
-    "context_parallel": 4305,  # with tests that stood in torch_private/
-    "distributed": 941,
-    "export": 892,
+    "context_parallel": 4301,  # with tests that stood in torch_private/
+    "distributed": 938,
+    "export": 886,
     "fuzz": 9142,  # masks as algebra, computed sizes, faults in them; linear attention's resets and NaN; functions that change
     "gate": 697,
     "graphs": 144,
-    "hf": 8946,  # shared prompts, and experts; a limit that is told again; a hundred sizes and borders of each family; a survey of packages
+    "hf": 8938,  # shared prompts, and experts; a limit that is told again; a hundred sizes and borders of each family; a survey of packages
     "index_expr": 1729,
     "integrations": 1287,  # small models are packed in tests; a SentenceTransformer is compared, and begins with one sentence
-    "lowerings": 35394,  # tables of schedules and of intervals that begin alike, also as decisions
-    "near_miss": 6726,
+    "lowerings": 35353,  # tables of schedules and of intervals that begin alike, also as decisions
+    "near_miss": 6714,
     "options": 324,  # prompts that rows share; names that begin so
     # The spellings of sinks are a table of their own.
-    "passes": 34629,  # prompts that rows share, on ranks too; int8 without padding; symbolic head dims; masks read in full
+    "passes": 34566,  # prompts that rows share, on ranks too; int8 without padding; symbolic head dims; masks read in full
     "reasons": 431,  # each remedy is held to one short sentence
     "reporting": 2671,  # prompts that rows share; records print; names of models; the short report; each reason has a remedy
     "spec": 1460,

@@ -35,7 +35,7 @@ LONG = {
     "passes/matching/test_written_out.py": 408,
     "passes/recovering/test_latent.py": 424,
     "passes/recovering/test_score_kinds.py": 430,
-    "passes/rewrites/test_init.py": 413,
+    "passes/rewrites/test_init.py": 405,
     "passes/writing/test_keyless_nodes.py": 420,
     "test_always_runs.py": 432,
     "test_fp8_training.py": 438,

@@ -78,7 +78,7 @@ class Operand:
 
 @dataclass(frozen=True, kw_only=True)
 class Joining:
-    """What a tensor does to the scores that it joins.
+    """Effect of a tensor on the scores that it joins.
 
     weight: the factor that the tensor has in the end.
     weighed_in: the dtype that the model multiplies by the weight in; None: that of the tensor.
