@@ -42,7 +42,7 @@ LINES = {
     "lowerings/fa4": 862,
     "lowerings/fp8": 1756,
     "lowerings/graph_ops": 553,
-    "lowerings/hopper": 5447,
+    "lowerings/hopper": 5443,
     "lowerings/linear": 3909,  # the passes for Hopper, and gradients of chunks, in Gluon
     "lowerings/plain": 670,
     "lowerings/rows": 615,  # runs whose ends go on by one key a query, as in rows that share a prompt
@@ -57,13 +57,13 @@ LINES = {
     # Exponentials may be divided by their sum after the product, too; the search of modules is apart from what it finds.
     "passes/matching": 5913,  # a column of sinks; a nearer reason than how a softmax is written; graphs without sites; a quick look
     "passes/pipeline": 675,  # a step says what it needs to have anything to do; workers start where no rewrite was kept
-    "passes/recovering": 6047,  # Transformer-XL's shift; squares over borders; computed places, alternatives, learned biases, symbols
+    "passes/recovering": 6038,  # Transformer-XL's shift; squares over borders; computed places, alternatives, learned biases, symbols
     "passes/rewrites": 1221,  # the name of a model; an op is defined when a record names it
     "passes/spelling": 2750,  # spells out quantised weights; checkpoints ask for themselves whether they are inlined
-    "passes/unpad": 3294,  # prompts that rows share; int8; the work that packing saves
+    "passes/unpad": 3290,  # prompts that rows share; int8; the work that packing saves
     "passes/writing": 2118,  # precision of linear attention; remedies of sites; with the state of delayed FP8 scaling
     "reasons": 835,  # names that begin so; a copy has a remedy, an estimate has words; a reason without a remedy has that of its page
-    "reporting": 2948,  # prompts that rows share; checks, sites and misses print; names of models; a short report
+    "reporting": 2945,  # prompts that rows share; checks, sites and misses print; names of models; a short report
     "spec": 2093,  # precision of linear attention; whether kernels use AVX-512
     # Says what is compiled for another process; the kernels folder is set for graphs with CUDA; a switch of Dynamo is set for each call.
     "torch_private": 3415,  # a module called as compiled; other names of ops; opens tensors that wrap others; ranges in profiles

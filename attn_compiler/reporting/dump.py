@@ -107,7 +107,14 @@ class Dumper:
         try:
             yield
         except Exception as error:  # noqa: BLE001 (no dump is worth a model that does not run)
-            _warn(str(self._directory or place), error)
+            # repr escapes characters that no terminal can show.
+            warnings.warn(
+                f"attn_compiler could not write the dump to {str(self._directory or place)!r}: {type(error).__name__}: {error}. "
+                "Compilation goes on without it. Give a directory that can be written, by options={'dump_dir': ...} or "
+                "ATTN_COMPILER_DUMP_DIR",
+                AttnCompilerWarning,
+                stacklevel=2,
+            )
             # The trace goes on if only the directory could not be made.
             self._traced = self._traced and self._directory is None and place != "TORCH_TRACE"
             self._directory = None
@@ -218,13 +225,3 @@ def _rank_name() -> str:
 
 def _file_name(name: str) -> str:
     return re.sub(r"[^\w.-]+", "_", name).strip("_.") or "graph"
-
-
-def _warn(place: str, error: Exception) -> None:
-    # repr escapes characters that no terminal can show.
-    warnings.warn(
-        f"attn_compiler could not write the dump to {place!r}: {type(error).__name__}: {error}. Compilation goes on without it. Give a "
-        "directory that can be written, by options={'dump_dir': ...} or ATTN_COMPILER_DUMP_DIR",
-        AttnCompilerWarning,
-        stacklevel=3,
-    )

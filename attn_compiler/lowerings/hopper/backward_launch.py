@@ -87,7 +87,11 @@ def _run(shared: Backward) -> list[torch.Tensor]:
             passed = functools.partial(wide_launch.arguments, grad=grad, leaks=leaks(shared))
             shared.launch(wide_launch.kernel_of(grad), passed, grad)
     else:
-        _run_narrow(shared)
+        # dq, dk and dv in one pass.
+        if "Ranks" in shared.tensors:
+            shared.launch(around_backward.attention_ranks, rank_arguments)
+        shared.launch(backward_sm90.attention_backward_sm90, main_arguments)
+        shared.launch(around_backward.attention_after_backward, after_arguments)
     for name in ("K", "V") if "EachK" in shared.tensors else ():
         shared.launch(around_backward.attention_sum_groups, functools.partial(sum_arguments, name=name), name)
     if leaks(shared):
@@ -96,14 +100,6 @@ def _run(shared: Backward) -> list[torch.Tensor]:
             shared.launch(kv_backward.attention_grad_kv, functools.partial(again_kv, part=part), part)
     # Sinks are the only operands with a gradient that this family takes.
     return [gradient_launch.grad_sinks(shared) for _ in shared.prepared.plan.differentiable]
-
-
-def _run_narrow(shared: Backward) -> None:
-    """Compute dq, dk and dv in one pass."""
-    if "Ranks" in shared.tensors:
-        shared.launch(around_backward.attention_ranks, rank_arguments)
-    shared.launch(backward_sm90.attention_backward_sm90, main_arguments)
-    shared.launch(around_backward.attention_after_backward, after_arguments)
 
 
 def _around(shared: Backward) -> int:

@@ -24,8 +24,13 @@ _Parts = tuple[Expr, ...]
 
 def fewer(condition: Expr, within: Ranges) -> Expr:
     """Return an equivalent condition with fewer alternatives. within: ranges of indices and sizes."""
-    parts = _strongest([_fewer(part, within) for part in split("and", condition)], within)
-    return ix.apply("and", *parts)
+    parts = [_fewer(part, within) for part in split("and", condition)]
+    kept = list(parts)
+    # A part that another one implies says nothing.
+    for part in parts if len(parts) <= _FEW else ():
+        if any(other is not part and _implies(other, part, within) for other in kept):
+            kept = [other for other in kept if other is not part]
+    return ix.apply("and", *kept)
 
 
 def too_many(condition: Expr) -> str | None:
@@ -57,15 +62,6 @@ def _fewer(part: Expr, within: Ranges) -> Expr:
     common = [x for each in kept for x in each if all(each is own or _follows((x,), own, within) for own in kept)]
     rest = [ix.apply("and", *(x for x in each if x not in common)) for each in kept]
     return ix.apply("and", *common, ix.apply("or", *rest))
-
-
-def _strongest(parts: list[Expr], within: Ranges) -> list[Expr]:
-    """Return the parts of a conjunction that no other part implies."""
-    kept = list(parts)
-    for part in parts if len(parts) <= _FEW else ():
-        if any(other is not part and _implies(other, part, within) for other in kept):
-            kept = [other for other in kept if other is not part]
-    return kept
 
 
 def _follows(wanted: _Parts, known: _Parts, within: Ranges) -> bool:

@@ -27,7 +27,10 @@ def indices(match: Match, dims: Dims) -> tuple[Expr, ...]:
 
     Raises Unreadable if a dimension of several axes contains a size that `reading.size` can't express.
     """
-    places = _places(match)
+    groups = [(Index(name), _long(group)) for name, group in _groups(match)]
+    # Whole groups come first, then their parts: b itself, then b // windows and b % windows.
+    whole = [_Place(atoms=atoms, index=index) for index, atoms in groups if atoms]
+    places = whole + [part for index, atoms in groups if len(atoms) > 1 for part in _parts(index, atoms)]
     return tuple(_index(axes.resolve(dim), places) for dim in dims)
 
 
@@ -61,14 +64,6 @@ def _groups(match: Match) -> tuple[tuple[str, Dim], ...]:
 def _long(dim: Dim) -> Dim:
     """Return the atoms of a dimension that are longer than one."""
     return tuple(atom for atom in axes.resolve(dim) if atom.size != axes.ONE)
-
-
-def _places(match: Match) -> list[_Place]:
-    """List whole groups first, then their parts: b itself, then b // windows and b % windows."""
-    groups = [(Index(name), _long(group)) for name, group in _groups(match)]
-    whole = [_Place(atoms=atoms, index=index) for index, atoms in groups if atoms]
-    parts = [part for index, atoms in groups if len(atoms) > 1 for part in _parts(index, atoms)]
-    return whole + parts
 
 
 def _parts(index: Expr, atoms: Dim) -> Iterable[_Place]:

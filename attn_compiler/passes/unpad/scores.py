@@ -103,7 +103,15 @@ def _refused(site: Site, observed: str) -> KeepsPadding:
 
 def check_scores(site: Site, scores: PackedScores, mirror: Mirror, mask: fx.Node) -> None:
     """Raise KeepsPadding unless the addition can be written anew in this graph. mask: the padding, (B, S)."""
-    _check_sizes(site, scores, mask)
+    own = axes.shape_exprs(views.value(mask))
+    for name, need in scores.tensors.items():
+        shape = axes.shape_exprs(views.value(need.node))
+        # One flat index serves the tensor and the mask.
+        if need.form == _OF_TOKENS and shape != own:
+            rule = "numbers of the key's token are (rows, positions), as the mask is"
+            observed = f"{name} are {tuple(shape)}, and the mask is {tuple(own)}"
+            remedy = "make the tensor that is added as large as attention_mask"
+            raise KeepsPadding(Code.PADDING_MASK, rule, observed, at=site.match.out, remedy=remedy)
     _check_gradient(site, mirror)
 
 
@@ -126,18 +134,6 @@ def _check_gradient(site: Site, mirror: Mirror) -> None:
         observed = f"the gradient stops at {stopped.name}"
         remedy = "set requires_grad to False for parameters that are not learned"
         raise KeepsPadding(Code.PADDING_MASK, rule, observed, at=site.match.out, remedy=remedy)
-
-
-def _check_sizes(site: Site, scores: PackedScores, mask: fx.Node) -> None:
-    """Raise KeepsPadding if a tensor to gather at the real tokens has another shape than the mask: one flat index serves both."""
-    own = axes.shape_exprs(views.value(mask))
-    for name, need in scores.tensors.items():
-        shape = axes.shape_exprs(views.value(need.node))
-        if need.form == _OF_TOKENS and shape != own:
-            rule = "numbers of the key's token are (rows, positions), as the mask is"
-            observed = f"{name} are {tuple(shape)}, and the mask is {tuple(own)}"
-            remedy = "make the tensor that is added as large as attention_mask"
-            raise KeepsPadding(Code.PADDING_MASK, rule, observed, at=site.match.out, remedy=remedy)
 
 
 def _packed(site: Site, kind: ProvedScore) -> PackedScores:
