@@ -9,8 +9,7 @@ machine alone changes nothing. Each run is a process of its own. A row whose rat
 measured again in another process, and counts if that fell by as much. Exits with 1 and the rows where any did or failed, with 2 where there
 is no file to compare with.
 
---rounds keeps every round as JSON, which benchmarks.gate_power reads. --warm compiles all rows before, several processes at a time, for a
-machine that has compiled none of them.
+--rounds keeps every round as JSON. --warm compiles all rows before, several processes at a time, for a machine that has compiled none.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ LINES = {
     "lowerings/fp8": 1756,
     "lowerings/graph_ops": 553,
     "lowerings/hopper": 5443,
-    "lowerings/linear": 3909,  # the passes for Hopper, and gradients of chunks, in Gluon
+    "lowerings/linear": 3897,  # the passes for Hopper, and gradients of chunks, in Gluon
     "lowerings/plain": 670,
     "lowerings/rows": 615,  # runs whose ends go on by one key a query, as in rows that share a prompt
     "lowerings/sdpa": 344,
@@ -61,7 +61,7 @@ LINES = {
     "passes/rewrites": 1221,  # the name of a model; an op is defined when a record names it
     "passes/spelling": 2750,  # spells out quantised weights; checkpoints ask for themselves whether they are inlined
     "passes/unpad": 3290,  # prompts that rows share; int8; the work that packing saves
-    "passes/writing": 2118,  # precision of linear attention; remedies of sites; with the state of delayed FP8 scaling
+    "passes/writing": 2130,  # precision of linear attention; remedies of sites; with the state of delayed FP8 scaling
     "reasons": 835,  # names that begin so; a copy has a remedy, an estimate has words; a reason without a remedy has that of its page
     "reporting": 2945,  # prompts that rows share; checks, sites and misses print; names of models; a short report
     "spec": 2093,  # precision of linear attention; whether kernels use AVX-512
@@ -74,8 +74,8 @@ LINES = {
 #: Lines of tests by folder, and of benchmarks. They may only shrink, too: a new test takes its lines from others of its folder.
 TEST_LINES = {
     ".": 7207,  # a notebook, an image, a release; a program of a site is printed; costs are counted; a list of families is imported
-    "/benchmarks": 12311,  # a CPU by lengths and instructions; embedding beside peers; shared prompts; two precisions on a GPU
-    "benchmarks": 2858,  # prompts that rows share
+    "/benchmarks": 12157,  # a CPU by lengths and instructions; embedding beside peers; shared prompts; two precisions on a GPU
+    "benchmarks": 2804,  # prompts that rows share
     # Modules that graphs without attention leave out; files of another process; modules that graphs without attention leave out.
     "compiling": 2223,  # small batches; freezing in vain; files of another process, training too
     "context_parallel": 4301,  # with tests that stood in torch_private/
@@ -87,11 +87,11 @@ TEST_LINES = {
     "hf": 8938,  # shared prompts, and experts; a limit that is told again; a hundred sizes and borders of each family; a survey of packages
     "index_expr": 1729,
     "integrations": 1287,  # small models are packed in tests; a SentenceTransformer is compared, and begins with one sentence
-    "lowerings": 35353,  # tables of schedules and of intervals that begin alike, also as decisions
+    "lowerings": 35556,  # tables of schedules and of intervals that begin alike, also as decisions
     "near_miss": 6714,
     "options": 324,  # prompts that rows share; names that begin so
     # The spellings of sinks are a table of their own.
-    "passes": 34566,  # prompts that rows share, on ranks too; int8 without padding; symbolic head dims; masks read in full
+    "passes": 34571,  # prompts that rows share, on ranks too; int8 without padding; symbolic head dims; masks read in full
     "reasons": 431,  # each remedy is held to one short sentence
     "reporting": 2671,  # prompts that rows share; records print; names of models; the short report; each reason has a remedy
     "spec": 1460,
