@@ -14,7 +14,7 @@ from torch import Tensor
 from attn_compiler.lowerings.linear import plain_calls
 from attn_compiler.lowerings.linear.kernels import backward as kernels, channel_backward
 from attn_compiler.lowerings.linear.triton_launch import chunks
-from attn_compiler.lowerings.linear.triton_passes import passes, processors, serves_hopper, switches
+from attn_compiler.lowerings.linear.triton_passes import passes, processors, switches
 from attn_compiler.lowerings.linear.triton_sizes import empty, strides, tile, wide
 from attn_compiler.lowerings.linear.triton_tensors import LinearTensors
 from attn_compiler.lowerings.shared.calls.leaf_calls import or_else
@@ -71,7 +71,7 @@ def _states(call: LinearTensors) -> None:
     sizes, named = call.sizes, call.named
     shape = (sizes.batch, sizes.heads, sizes.chunks, sizes.dim_k, sizes.dim_v)
     values = (*shape[:3], sizes.chunk, sizes.dim_v)
-    make = sizes.in_parts if serves_hopper(call) else empty
+    make = sizes.in_parts if call.on_hopper else empty
     named.update(states=empty(shape, named["q"]), afters=empty(shape, named["q"]))
     if call.is_delta:
         named.update(values=make(values, named["q"]), grad_values=make(values, named["q"]))
@@ -86,7 +86,7 @@ def _chunk_gradients(call: LinearTensors, skip: Tensor | None) -> Tensor | None:
     sizes, named = call.sizes, call.named
     parts = (sizes.batch, sizes.length, sizes.heads, sizes.dim_k)
     named.update(part_q=empty(parts, named["q"]), part_k=empty(parts, named["q"]))
-    if serves_hopper(call):
+    if call.on_hopper:
         _hopper_gradients(call)
         return None
     if skip is not None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attn_compiler.lowerings.linear import plain_calls
 from attn_compiler.lowerings.linear.kernels import channel, forward as kernels
-from attn_compiler.lowerings.linear.triton_passes import edge_strides, serves_hopper, states
+from attn_compiler.lowerings.linear.triton_passes import edge_strides, states
 from attn_compiler.lowerings.linear.triton_sizes import empty, wide
 from attn_compiler.lowerings.linear.triton_tensors import LinearTensors
 from attn_compiler.lowerings.shared.calls.leaf_calls import or_else
@@ -53,7 +53,7 @@ def chunks(call: LinearTensors) -> None:
     """Compute all that does not depend on the state."""
     sizes, named = call.sizes, call.named
     q, many = named["q"], (sizes.batch, sizes.heads, sizes.chunks)
-    if call.is_delta or not serves_hopper(call):
+    if call.is_delta or not call.on_hopper:
         named["pairs"] = sizes.in_parts((*many, sizes.chunk, sizes.chunk), q)
     named["norms"] = empty((*many, 2, sizes.chunk), q)
     if call.is_delta:

@@ -7,6 +7,7 @@ a long sequence is cut into pieces: each runs by itself first, the states betwee
 from __future__ import annotations
 
 import functools
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,6 @@ from attn_compiler.lowerings.linear.kernels import backward as backward_kernels,
 from attn_compiler.lowerings.linear.triton_sizes import LinearSizes, empty, state_strides, wide
 from attn_compiler.lowerings.linear.triton_tensors import LinearTensors
 from attn_compiler.lowerings.shared.launching.dry_run import noter, recorder
-from attn_compiler.spec.target import Target
 
 #: processors assumed without a GPU: those of an H100
 _PROCESSORS = 132
@@ -24,8 +24,6 @@ _PROCESSORS = 132
 _FEWEST = 4
 #: fewest chunks of a piece; most channels of k, so that one product joins states
 _SHORTEST, _WIDEST = 8, 128
-#: channels of heads of k and v, and dtype of results, for which kernels for Hopper were timed: with the delta rule, and without it
-_TIMED = {True: (128, 128, "bfloat16"), False: (128, 64, "float32")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,16 +58,20 @@ def passes(call: LinearTensors) -> None:
     if is_cut or is_full or device.type != "cuda" or noter() is not None or recorder() is not None:
         reverse(call, states(call))
         return
-    now, other = torch.cuda.current_stream(device), _stream(device)
+    now, other = torch.cuda.current_stream(device), _stream(device, threading.get_ident())
     other.wait_stream(now)
     pieces = states(call)
-    with torch.cuda.stream(other):
-        reverse(call, pieces)
-    now.wait_stream(other)
+    try:
+        with torch.cuda.stream(other):
+            reverse(call, pieces)
+    finally:
+        # After an error, too: the caller frees tensors that a kernel on the other stream may still read.
+        now.wait_stream(other)
 
 
 @functools.cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
+def _stream(device: torch.device, thread: int) -> torch.cuda.Stream:
+    """Return the thread's second stream. One for all would put another thread's kernels into a CUDA graph that this one captures."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
@@ -144,7 +146,7 @@ def _piece_strides(between: torch.Tensor, name: str) -> dict[str, int]:
 
 def _run(call: LinearTensors, kernel: Any, programs: int, part: str = "", **numbers: Any) -> None:
     """Launch a pass, for Hopper where that serves. The next chunk's tiles are prefetched where shared memory has room for two chunks."""
-    if "locals" in call.named or not serves_hopper(call):
+    if "locals" in call.named or not call.on_hopper:
         stages = 1 if (call.form.channel and call.sizes.fills_memory) or not call.sizes.parts else 2
         call.run(kernel, programs, call.sizes.warps, stages, part=part, **numbers)
         return
@@ -163,25 +165,6 @@ def switches(call: LinearTensors) -> Any:
     stages = 3 if call.sizes.parts == 1 and not call.form.channel else 2
     given = {**call.numbers, "STAGES": stages, "KEEPS": "states" in call.named}
     return Switches(**{name: given[name] for name in Switches._fields})
-
-
-def serves_hopper(call: LinearTensors) -> bool:
-    """Return whether kernels for Hopper were timed on such a call, and the copy engine can read the operands. A backward's are of the
-    delta rule with a decay for each head, and take u and dy in parts."""
-    sizes, form, named = call.sizes, call.form, call.named
-    is_timed = sizes.parts and (sizes.dim_k, sizes.dim_v, form.out_dtype) == _TIMED[call.is_delta]
-    if "grad" in named:
-        is_timed = is_timed and call.is_delta and not form.channel
-    if not is_timed or not _has_wgmma(call.same.device):
-        return False
-    read = [named[name] for name in ("q", "k", "v", "grad") if name in named]
-    return not any(step % 8 for x in read for step in (x.storage_offset(), *x.stride()[:-1]))
-
-
-@functools.cache
-def _has_wgmma(device: torch.device) -> bool:
-    target = Target.current(str(device))
-    return target.sm == 90 and not target.without_wgmma
 
 
 def edge_strides(call: LinearTensors) -> dict[str, Any]:

@@ -4,35 +4,41 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from attn_compiler.lowerings.linear.triton_sizes import LinearSizes, in_half, readable, strides, tile
 from attn_compiler.lowerings.shared.launching.launch import Arguments, ReadyKernel, launch
-from attn_compiler.lowerings.shared.launching.replaying import CallCache, call_cache
+from attn_compiler.lowerings.shared.launching.replaying import VECTOR, CallCache, call_cache
 from attn_compiler.spec.linear import LinearForm
+from attn_compiler.spec.target import Target
 
 #: axes of operands, for the names of their strides
 AXES = {"q": "bsh", "k": "bsh", "v": "bsh", "g": "bsh", "beta": "bsh"}
+#: channels of heads of k and v, and dtype of results, for which kernels for Hopper were timed: with the delta rule, and without it
+_TIMED = {True: (128, 128, "bfloat16"), False: (128, 64, "float32")}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LinearTensors:
     """A call's tensors by name, as kernels read them, and the call's form and sizes.
 
-    named: q, k, v, g, beta, and perhaps skip and state; later the kernels' results.
+    named: q, k, v, g, beta, and perhaps skip and state; later the kernels' results. on_hopper: kernels for Hopper run.
     """
 
     form: LinearForm
     sizes: LinearSizes
     named: dict[str, Tensor]
     same: CallCache
+    on_hopper: bool
 
     @staticmethod
-    def of(op: str, given: dict[str, Tensor | None], text: str, *more: Tensor) -> LinearTensors:
-        """Build the tensors of a call. more: further tensors that tell calls apart."""
+    def of(op: str, given: Mapping[str, Tensor | None], text: str, *grads: Tensor) -> LinearTensors:
+        """Build the tensors of a call. grads: of the outputs, in a backward."""
         form = LinearForm.from_text(text)
         named = {
             name: readable(x, last=name in ("q", "k", "v") or (name == "g" and form.channel))
@@ -41,8 +47,10 @@ class LinearTensors:
         }
         is_half, channels = in_half(named["q"], named["k"], named["v"]), form.channel and op == "linear_chunks"
         sizes = LinearSizes.of(named["q"], named["v"], is_half=is_half, precision=form.precision, has_channels=channels)
-        same = call_cache(op, f"{text} {list(named)}", [*named.values(), *more])
-        return LinearTensors(form=form, sizes=sizes, named=named, same=same)
+        same = call_cache(op, f"{text} {list(named)}", [*named.values(), *grads])
+        read = [named["q"], named["k"], named["v"], *grads[:1]]
+        find = functools.partial(_is_for_hopper, form, sizes, read, is_backward=bool(grads))
+        return LinearTensors(form=form, sizes=sizes, named=named, same=same, on_hopper=same.fact("on_hopper", find))
 
     @property
     def is_delta(self) -> bool:
@@ -96,3 +104,28 @@ class LinearTensors:
     def without(self, *names: str) -> LinearTensors:
         """Return the call without these tensors."""
         return dataclasses.replace(self, named={name: x for name, x in self.named.items() if name not in names})
+
+
+def _is_for_hopper(form: LinearForm, sizes: LinearSizes, read: Sequence[Tensor], *, is_backward: bool) -> bool:
+    """Return whether kernels for Hopper were timed on such a call, and the copy engine can read its operands. A backward's are of the
+    delta rule with a decay for each head."""
+    is_delta = form.recurrence == "delta"
+    is_timed = sizes.parts and (sizes.dim_k, sizes.dim_v, form.out_dtype) == _TIMED[is_delta]
+    if not is_timed or (is_backward and (form.channel or not is_delta)) or not _has_wgmma(read[0].device):
+        return False
+    return all(_is_copied(x) for x in read)
+
+
+def _is_copied(x: Tensor) -> bool:
+    """Return whether the copy engine can read x (B, S, H, D): rows begin at whole vectors, and one ends before the next begins.
+
+    The second rule is that of `globalStrides` in CUDA's `cuTensorMapEncodeTiled`.
+    """
+    begins = [x.data_ptr(), *(step * x.element_size() for step in x.stride()[:-1])]
+    return not any(at % VECTOR for at in begins) and x.stride(1) >= x.shape[3]
+
+
+@functools.cache
+def _has_wgmma(device: torch.device) -> bool:
+    target = Target.current(str(device))
+    return target.sm == 90 and not target.without_wgmma

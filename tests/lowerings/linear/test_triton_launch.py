@@ -203,9 +203,11 @@ def _given(name: str, length: int, *, with_state: bool) -> tuple[Any, ...]:
         (1, True, ["states on now", "reverse on now"]),
     ],
 )
+@pytest.mark.parametrize("fails", [False, True])
 def test_passes_of_a_backward_run_at_once(
-    monkeypatch: pytest.MonkeyPatch, batch: int, is_noted: bool, expected: list[str]
+    monkeypatch: pytest.MonkeyPatch, batch: int, is_noted: bool, expected: list[str], fails: bool
 ) -> None:
+    """The streams join even if the second pass can't be launched."""
     log: list[str] = []
 
     class Stream:
@@ -220,18 +222,28 @@ def test_passes_of_a_backward_run_at_once(
     @contextlib.contextmanager
     def on(stream: Stream) -> Iterator[None]:
         current.append(stream)
-        yield
-        current.pop()
+        try:
+            yield
+        finally:
+            current.pop()
+
+    def run(name: str) -> None:
+        log.append(f"{name} on {current[-1].name}")
+        if fails and name == "reverse":
+            raise RuntimeError("a launch failed")
 
     monkeypatch.setattr(triton_passes, "processors", lambda device: 132)
-    monkeypatch.setattr(triton_passes, "_stream", lambda device: Stream("other"))
+    monkeypatch.setattr(triton_passes, "_stream", lambda device, thread: Stream("other"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
     monkeypatch.setattr(torch.cuda, "stream", on)
     for name in ("states", "reverse"):
-        monkeypatch.setattr(triton_passes, name, lambda *_, name=name: log.append(f"{name} on {current[-1].name}"))
+        monkeypatch.setattr(triton_passes, name, lambda *_, name=name: run(name))
     sizes = LinearSizes.of(torch.empty(batch, 700, 16, 128), torch.empty(batch, 700, 32, 128), is_half=True)
     call = SimpleNamespace(same=SimpleNamespace(device=torch.device("cuda", 0)), sizes=sizes, is_delta=True)
-    with noting(lambda *_: None) if is_noted else contextlib.nullcontext():
+    with (
+        noting(lambda *_: None) if is_noted else contextlib.nullcontext(),
+        pytest.raises(RuntimeError, match="a launch failed") if fails else contextlib.nullcontext(),
+    ):
         triton_passes.passes(cast(LinearTensors, call))
     assert log == expected
 

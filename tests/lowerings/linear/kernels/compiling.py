@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile as compile_kernel
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
-from attn_compiler.lowerings.linear import triton_backward, triton_launch, triton_passes
+from attn_compiler.lowerings.linear import triton_backward, triton_launch, triton_tensors
 from attn_compiler.lowerings.shared.kernels.releases_assembler_sm90 import by_newer
 from attn_compiler.lowerings.shared.launching.dry_run import recording
 from attn_compiler.lowerings.shared.launching.launch import Arguments
@@ -85,7 +85,7 @@ class _Launches:
 def launches(case: LinearCase, sm: int) -> list[Launch]:
     """Of a training step and of one token."""
     taker, has_wgmma = _Launches(), sm == 90 and "DISABLE_MMA_V3" not in os.environ
-    with recording(taker), mock.patch.object(triton_passes, "_has_wgmma", return_value=has_wgmma):
+    with recording(taker), mock.patch.object(triton_tensors, "_has_wgmma", return_value=has_wgmma):
         for length in (4096, 1):
             given, text = _given(case, length)
             out, last = triton_launch.forward(*given, text)

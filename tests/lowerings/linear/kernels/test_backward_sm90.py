@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -22,35 +21,60 @@ _KERNELS = (forward_sm90, reverse_sm90, backward_sm90)
 
 
 @pytest.mark.parametrize("precision", ["exact", "fla"])
-@pytest.mark.parametrize(("length", "bad"), [(150, None), (64, "grad"), (260, "v")])
-def test_as_the_plain_kernels(precision: str, length: int, bad: str | None) -> None:
+@pytest.mark.parametrize(
+    ("length", "bad", "has_first", "is_apart", "in_pieces"),
+    [
+        (150, None, True, False, False),
+        (64, "grad", True, True, False),
+        (260, "v", False, False, False),
+        (300, None, True, True, True),
+        (300, "v", False, False, True),
+    ],
+)
+def test_as_the_plain_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+    precision: str,
+    length: int,
+    bad: str | None,
+    has_first: bool,
+    is_apart: bool,
+    in_pieces: bool,
+) -> None:
     torch.manual_seed(0)
     form = dataclasses.replace(FORMS["delta"], precision=precision, out_dtype="bfloat16")
-    q, k, v, grad = (torch.randn(2, length, heads, 128).bfloat16() for heads in (1, 1, 2, 2))
+    width = 136 if is_apart else 128
+    q, k, v, grad = (torch.randn(2, length, heads, width).bfloat16()[..., :128] for heads in (1, 1, 2, 2))
     if bad is not None:
         {"grad": grad, "v": v}[bad][0, length // 2, 0, 3] = torch.nan
     given = {"q": q, "k": k, "v": v, "g": -torch.rand(2, length, 2), "beta": torch.rand(2, length, 2)}
-    given["first"] = torch.randn(2, 2, 128, 128)
-    call = LinearTensors.of("linear_chunks_backward", given, form.text)
+    if has_first:
+        given["first"] = torch.randn(2, 2, 128, 128)
+    grad = grad.contiguous()
+    call = LinearTensors.of("linear_chunks_backward", given, form.text, grad)
     named = call.named
-    named.update({f"grad_{name}": torch.empty_like(x) for name, x in given.items()}, grad=grad)
+    named.update({f"grad_{name}": torch.empty(x.shape, dtype=x.dtype) for name, x in given.items()}, grad=grad)
     named["grad_last"] = torch.randn(2, 2, 128, 128)
     with with_bfloat16():
         triton_launch.chunks(call)
         triton_backward._states(call)
         triton_backward._chunk_gradients(call, None)
-    results = (*_PASSES, "part_q", "part_k", "grad_v", "grad_g", "grad_beta")
+    results = [name for name in (*_PASSES, "part_q", "part_k", "grad_v", "grad_g", "grad_beta") if name in named]
     wanted = {name: named[name].clone() for name in results}
     for name in results:
         named[name].fill_(7.0)
+    if in_pieces:
+        for name, value in {"_SHORTEST": 1, "_FEWEST": 2, "_PROCESSORS": 1000}.items():
+            monkeypatch.setattr(triton_passes, name, value)
+    on_hopper = dataclasses.replace(call, on_hopper=True)
     for processors in (4, 12):
         with (
             mock.patch.object(triton_backward, "processors", return_value=processors),
             mock.patch.object(LinearTensors, "run", _run),
-            mock.patch.object(triton_passes, "_has_wgmma", return_value=True),
+            with_bfloat16(),
         ):
-            triton_backward._states(call)
-            triton_backward._chunk_gradients(call, None)
+            triton_backward._states(on_hopper)
+            triton_backward._chunk_gradients(on_hopper, None)
+        assert ("wholes" in named) == in_pieces
         for name, expected in wanted.items():
             found = named[name].float().sum(-3) if name in ("values", "grad_values") else named[name]
             within = (2e-5 if precision == "exact" and expected.dtype == torch.float32 else 1e-2) * _largest(expected)
@@ -62,8 +86,19 @@ def _largest(x: torch.Tensor) -> float:
     return float(x[x.isfinite()].abs().max())
 
 
-def _run(call: LinearTensors, kernel: Any, programs: int, warps: int = 4, *, part: str = "", **numbers: Any) -> None:
-    module: ModuleType = {each.__name__: each for each in _KERNELS}[kernel.fn.__module__]
-    arguments = call.arguments(kernel, programs, warps, **numbers)
-    tensors = {name: None if key is None else call.named[key] for name, key in arguments.tensors.items()}
+_PLAIN_RUN = LinearTensors.run
+
+
+def _run(call: LinearTensors, kernel: Any, programs: int, *given: int, part: str = "", **numbers: Any) -> None:
+    module = {each.__name__: each for each in _KERNELS}.get(kernel.fn.__module__)
+    if module is None:
+        _PLAIN_RUN(call, kernel, programs, *given, part=part, **numbers)
+        return
+    arguments = call.arguments(kernel, programs, *given, **numbers)
+    tensors = {name: None if key is None else _flat(call.named[key]) for name, key in arguments.tensors.items()}
     gluon_in_torch.run(module, kernel.fn.__name__, arguments.grid[:1], {**tensors, **arguments.numbers})
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    """Return all from the first number of x to the last."""
+    return x.as_strided((1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True)),), (1,))
