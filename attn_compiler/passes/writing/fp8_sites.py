@@ -9,8 +9,10 @@ import warnings
 from attn_compiler.lowerings.base import FP8, check_fp8_inputs
 from attn_compiler.passes.graph.unit import FoundSites, Unit, paths_of_runs
 from attn_compiler.passes.writing import buffers
+from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.errors import AttnCompilerWarning, shortened
 from attn_compiler.reasons.fp8_errors import Fp8RecipeUnused
+from attn_compiler.reporting.facts import SiteReport
 from attn_compiler.reporting.report import Report
 from attn_compiler.spec.fp8_recipe import DelayedScaling, Fp8Recipe
 
@@ -37,17 +39,27 @@ def ask_for_fp8(unit: Unit, found: FoundSites) -> None:
 
 
 def check_recipe_used(recipe: Fp8Recipe, report: Report, *, is_whole: bool) -> None:
-    """Warn of what users would not look into a report for: patterns that exclude all or none, or a model in float32.
+    """Warn of what users would not look into a report for: patterns that exclude all or none, a model in float32, or another GPU.
 
     is_whole: the graph is all of its frame; in a part, patterns may well exclude all or none. Raises Fp8RecipeUnused if they exclude all.
     """
     modules = tuple(module for site in report.sites for module in site.modules)
     if modules and is_whole:
         _check_patterns(recipe, modules)
-    reasons = [check_fp8_inputs(site.spec) for site in report.sites if site.spec.fp8 is not None]
-    if reasons and all(reasons):
-        reason = reasons[0][0]
-        _warn(f"{reason.observed}; {reason.advice}")
+    ignored = [_ignored(site) for site in report.sites if site.spec.fp8 is not None]
+    if ignored and all(ignored):
+        _warn(ignored[0])
+
+
+def _ignored(site: SiteReport) -> str:
+    """Return why no site in this dtype, or on this GPU, has a kernel in FP8, or ""."""
+    if inputs := check_fp8_inputs(site.spec):
+        return f"{inputs[0].observed}; {inputs[0].advice}"
+    refused = [reason for each in site.decision.refusals if each.lowering in FP8 for reason in each.reasons]
+    machine = [reason.observed for reason in refused if reason.code is Code.ARCHITECTURE]
+    if site.decision.lowering in FP8 or not machine:
+        return ""
+    return f"no kernel in FP8 serves {machine[0]}: the attention runs in {site.spec.dtype}"
 
 
 def _check_patterns(recipe: Fp8Recipe, modules: tuple[str, ...]) -> None:

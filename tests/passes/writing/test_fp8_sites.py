@@ -131,6 +131,11 @@ def test_a_model_in_float32_is_told_to_become_one_in_bfloat16() -> None:
     assert any(reason.remedy and "call model.bfloat16()" in reason.remedy for reason in refusal.reasons)
 
 
+def test_a_machine_without_kernels_in_fp8_is_warned_of() -> None:
+    with pytest.warns(AttnCompilerWarning, match=r"no kernel in FP8 serves Triton's interpreter: .* runs in bfloat16"):
+        assert run(Fp8Recipe(), lowerings=["hopper_fp8", "math"]).site.decision.lowering == "math"
+
+
 def test_it_can_be_asked_before_anything_is_compiled() -> None:
     """`explain` alone knows of no recipe. With one it leaves no history behind."""
     options = {"fp8_recipe": Fp8Recipe(scaling=DelayedScaling()), "lowerings": ["reference_fp8", "math"]}
