@@ -225,6 +225,26 @@ def test_blocks_of_v_may_differ_by_far(monkeypatch: pytest.MonkeyPatch) -> None:
         assert float((out - exact).norm() / exact.norm()) < 0.04
 
 
+def test_the_last_keys_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first key with nearly all of the weight, visited first, would leave nothing of others. Now it does in its own tile of 128."""
+    case = Case(name="sink", batch=1, heads_q=1, seqlen_q=64, seqlen_kv=512, head_dim=64, needs_grad=False)
+    problem = kernel_problems.build(case, dtype=torch.float16, device="cpu")
+    with torch.no_grad():
+        # Scores: 13 for the first key, 0 for the others, whose weights are 2**-18.7 of it: below FP8's smallest number at 2**8.
+        problem.q.fill_(1.0), problem.k.zero_(), problem.v.fill_(1.0)
+        problem.k[:, :, 0], problem.v[:, :, 0] = 13.0 / 8, 0.0
+    out, _ = in_torch(problems.rounded_problem(problem, RECIPES["head"]), monkeypatch)
+    exact = 384 / (511 + torch.tensor(13.0).exp())
+    torch.testing.assert_close(out.float(), torch.full_like(out.float(), float(exact)), rtol=0.02, atol=0)
+
+
+def test_the_wider_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = problems.build(grown(BY_NAME["even"]), Fp8Recipe(forward_format="e5m2"), dtype=torch.float16, device="cpu")
+    assert given.rounded["q8"].dtype == torch.float8_e5m2
+    with torch.no_grad():
+        assert_near(given, *in_torch(given, monkeypatch), share=0.08, atol=0.02)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter, which has to be chosen before")
 @pytest.mark.parametrize("pair", [("gqa", "head"), ("softcap", "block"), ("sinks", "int8")], ids="-".join)
 def test_tritons_backward_of_what_was_rounded(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 from typing import cast
 from unittest import mock
@@ -206,6 +207,23 @@ def test_weights_are_rounded() -> None:
         coarse = emit(FP8_REFERENCE, inputs)(*arguments(inputs))
     exact = numerics.attention(numerics.cast(inputs, torch.float32))
     assert numerics.worst(coarse, exact) > 3 * numerics.worst(out, exact) > 0
+
+
+def test_the_last_keys_come_first() -> None:
+    """A first key with nearly all of the weight, visited first, would leave nothing of others. Now it does in its own tile alone."""
+    logits, v = torch.zeros(1, 1, 1, 512), torch.ones(1, 1, 512, 1)
+    logits[..., 0], v[:, :, 0] = 13.0, 0.0
+    out, _ = reference_fp8._attention(logits, None, v, torch.float8_e4m3fn)
+    assert float(out) == pytest.approx((512 - reference_fp8.TILE) / (511 + math.exp(13.0)), rel=0.02)
+
+
+def test_weights_have_the_recipes_format() -> None:
+    inputs = half(BY_NAME["causal"], "head")
+    spec = dataclasses.replace(inputs.spec, fp8=Fp8Recipe(forward_format="e5m2"))
+    with mock.patch.object(reference_fp8, "_attention", wraps=reference_fp8._attention) as attended:
+        for each in (inputs, dataclasses.replace(inputs, spec=spec)):
+            emit(FP8_REFERENCE, each)(*arguments(each))
+    assert [call.args[3] for call in attended.call_args_list] == [torch.float8_e4m3fn, torch.float8_e5m2]
 
 
 @pytest.mark.parametrize("lengths", [(70, 45), (200, 300)], ids=["one block", "several"])
