@@ -16,6 +16,7 @@ import itertools
 import json
 import multiprocessing
 import multiprocessing.connection
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -115,6 +116,8 @@ def run(
     """
     context: _Context = _FORKSERVER if imports else _SPAWN
     _FORKSERVER.set_forkserver_preload(list(imports))
+    # With flash-attn, transformers asks for GPUs when it is imported; asked through CUDA, processes forked later could not use one.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     lock = context.Lock()
     workers: dict[int, Worker] = {}
     try:
