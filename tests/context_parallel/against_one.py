@@ -80,7 +80,8 @@ def _measured(mesh: Any, run: Run) -> Result:
     sites = [site for report in attn_compiler.reports() for site in report.sites]
     return Result(
         error=float(((out - expected[:, own]) * (weight[:, own] != 0)).abs().max()),
-        gradient_error=max(float((found[name] - x).abs().max()) for name, x in wanted.items()) / largest,
+        gradient_error=max(float((found[name] - x).abs().nan_to_num(torch.inf).max()) for name, x in wanted.items())
+        / largest,
         masks=tuple(site.spec.mask.words for site in sites),
         notes=tuple(note for site in sites for note in site.notes),
         sites=sum(len(site.modules) for site in sites),

@@ -156,7 +156,9 @@ def _generated(cp: ContextParallel, run: Run, model: Any, given: Any, graphs: li
     found = model.generate(**given, **told, **how, past_key_values=cache)
     reports = attn_compiler.reports()
     return Found(
-        error=max(float((a - b).abs().max()) for a, b in zip(found.logits, expected.logits, strict=True)),
+        error=max(
+            float((a - b).abs().nan_to_num(torch.inf).max()) for a, b in zip(found.logits, expected.logits, strict=True)
+        ),
         tokens=found.sequences.tolist(),
         expected=expected.sequences.tolist(),
         slots=cache.layers[0].keys.shape[2],
@@ -192,7 +194,7 @@ def prompted(is_early: bool) -> Found:
     pairs.append((found[1], wanted[1]))
     sites = [site for report in attn_compiler.reports() for site in report.sites]
     return Found(
-        error=max(float((a - b).abs().max()) for a, b in pairs),
+        error=max(float((a - b).abs().nan_to_num(torch.inf).max()) for a, b in pairs),
         tokens=[x.argmax(-1)[:, -1].tolist() for x in found],
         expected=[x.argmax(-1)[:, -1].tolist() for x in wanted],
         slots=cache.layers[0].keys.shape[2],

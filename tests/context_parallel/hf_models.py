@@ -122,7 +122,8 @@ def _measured(mesh: Any, case: Hf) -> Found:
     checks = attn_compiler.verifications()
     return Found(
         error=float(((out - expected[:, own]) * (weight[:, own] != 0)).abs().max()),
-        gradient_error=max(float((found[name] - x).abs().max()) for name, x in wanted.items()) / largest,
+        gradient_error=max(float((found[name] - x).abs().nan_to_num(torch.inf).max()) for name, x in wanted.items())
+        / largest,
         sites=sum(len(site.modules) for report in attn_compiler.reports() for site in report.sites),
         verified=tuple(sorted({x.subject for x in checks if x.skipped is None})),
         skipped=tuple(sorted({x.subject for x in checks if x.skipped is not None})),

@@ -61,7 +61,10 @@ def _measured(run: Run) -> Result:
         return Result(far={}, error=str(error))
     sites = [site for report in attn_compiler.reports() for site in report.sites]
     return Result(
-        far={name: float((found[name] - x).abs().max() / x.abs().max()) for name, x in wanted.items()},
+        far={
+            name: float((found[name] - x).abs().nan_to_num(torch.inf).max() / x.abs().max())
+            for name, x in wanted.items()
+        },
         masks=tuple(site.spec.mask.words for site in sites),
         sites=sum(len(site.modules) for site in sites),
     )

@@ -246,7 +246,10 @@ def _step(run: Run) -> Result:
     found_sites = [site for report in attn_compiler.reports() for site in report.sites]
     checks = [one for one in attn_compiler.verifications() if one.subject == "output"]
     return Result(
-        far={name: float((numbers[name] - x).abs().max() / x.abs().max()) for name, x in exact.items()},
+        far={
+            name: float((numbers[name] - x).abs().nan_to_num(torch.inf).max() / x.abs().max())
+            for name, x in exact.items()
+        },
         masks=tuple(site.spec.mask.words for site in found_sites),
         heads=tuple(int(site.spec.num_heads_q) for site in found_sites),
         sites=sum(len(site.modules) for site in found_sites),

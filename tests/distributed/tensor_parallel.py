@@ -167,4 +167,6 @@ def _numbers(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def _far(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
-    return {name: float((found[name] - x).abs().max() / x.abs().max()) for name, x in exact.items()}
+    return {
+        name: float((found[name] - x).abs().nan_to_num(torch.inf).max() / x.abs().max()) for name, x in exact.items()
+    }

@@ -114,8 +114,8 @@ def _mask(side: str) -> Tensor:
 
 
 def _far(found: Tensor, wanted: Tensor) -> float:
-    largest = float(wanted.detach().abs().max())
-    return float((found - wanted).detach().abs().max()) / largest if largest else float(found.detach().abs().max())
+    off = (found - wanted).detach().abs().nan_to_num(torch.inf).max()
+    return float(off) / (float(wanted.detach().abs().max()) or 1.0)
 
 
 def prefill(family: LinearFamily, model: Any) -> Shown:

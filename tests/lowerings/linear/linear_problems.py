@@ -50,4 +50,4 @@ def furthest(
 
 
 def _far(ones: Sequence[Tensor], others: Sequence[Tensor]) -> float:
-    return max(float((x - y).detach().abs().max()) for x, y in zip(ones, others, strict=True))
+    return max(float((x - y).detach().abs().nan_to_num(torch.inf).max()) for x, y in zip(ones, others, strict=True))

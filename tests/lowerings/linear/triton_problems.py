@@ -78,4 +78,5 @@ def _far(found: Tensor, wanted: Tensor) -> float:
     if wanted.numel() == 0:
         return 0.0
     largest = float(wanted.detach().abs().max())
-    return float((found.double() - wanted).detach().abs().max()) / (largest or 1.0)
+    # max() of Python does not see NaN.
+    return float((found.double() - wanted).detach().abs().nan_to_num(torch.inf).max()) / (largest or 1.0)
