@@ -65,8 +65,10 @@ class Names:
     learned: Callable[..., Any] = aten.index.Tensor
 
 
-def size_of(emitter: NodeMaker, node: fx.Node, axis: int) -> int | fx.Node:
-    """Return a dimension of a tensor: the number, or a node if it is symbolic."""
+def size_of(emitter: NodeMaker, node: fx.Node, axis: int | None) -> int | fx.Node:
+    """Return a dimension of a tensor: the number, or a node if it is symbolic. axis: None for the node of a number, which is returned."""
+    if axis is None:
+        return node
     size = emitter.value(node).shape[axis]
     return size if isinstance(size, int) else emitter.call(aten.sym_size.int, node, axis)
 
@@ -99,7 +101,8 @@ class _Nodes:
             case Index(name=name):
                 return self.names.indices[name]
             case Size(name=name):
-                return self._size(self.names.sizes[name])
+                size = self.names.sizes[name]
+                return self._filled(size, torch.int64) if isinstance(size, fx.Node) else size
             case Load(tensor=tensor, at=at):
                 return self._loaded(self.names.tensors[tensor], at)
             case Linear(terms=terms, const=const):
@@ -136,9 +139,6 @@ class _Nodes:
         raise NotImplementedError(f"the op {op!r} of index expressions has no nodes yet")
 
     # ---- whole numbers --------------------------------------------------------------------------------------------
-
-    def _size(self, size: int | fx.Node) -> Value:
-        return self._filled(size, torch.int64) if isinstance(size, fx.Node) else size
 
     def _times(self, term: Expr, factor: int) -> Value:
         value = self.value(term)

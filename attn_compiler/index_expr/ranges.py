@@ -38,7 +38,7 @@ _UNKNOWN: Bounds = (None, None)
 def decide(x: Expr, ranges: Ranges) -> Expr:
     """Settle every comparison in x that holds (or fails) for all indices in their ranges."""
     done: dict[Expr, Expr] = {}
-    for part in ordered(x, _arguments):
+    for part in ordered(x, lambda part: part.args if isinstance(part, Apply) else ()):
         if isinstance(part, Test):
             done[part] = _decided(part.relation, part.form, ranges) or part
         elif isinstance(part, Apply):
@@ -47,10 +47,6 @@ def decide(x: Expr, ranges: Ranges) -> Expr:
         else:
             done[part] = part
     return done[x]
-
-
-def _arguments(x: Expr) -> tuple[Expr, ...]:
-    return x.args if isinstance(x, Apply) else ()
 
 
 def bounds(x: Expr, ranges: Ranges) -> Bounds:

@@ -227,8 +227,10 @@ def _said(found: FoundSites, spread: Spread) -> RankOutcome:
     rewrite = spread.rewrite
     if rewrite is None:
         raise ValueError("the graph was not rewritten")
-    if spread.is_other_graph:
-        _check_all_found(found, rewrite)
+    all_found = len(found.sites) == rewrite.sites and len(found.misses) <= rewrite.misses
+    if spread.is_other_graph and not all_found:
+        observed = str(found.misses[0].reason) if found.misses else f"{len(found.sites)} of {rewrite.sites}"
+        raise CannotShard("each rewritten attention is understood again", observed)
     specs = [site.spec.to_text() for site in found.sites if site.spec is not None]
     if isinstance(rewrite, SlotRewrite):
         outcome = rewrite.outcome
@@ -243,12 +245,6 @@ def _said(found: FoundSites, spread: Spread) -> RankOutcome:
 
 def _digest(lines: list[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
-
-
-def _check_all_found(found: FoundSites, rewrite: Rewrite) -> None:
-    if len(found.misses) > rewrite.misses or len(found.sites) != rewrite.sites:
-        observed = str(found.misses[0].reason) if found.misses else f"{len(found.sites)} of {rewrite.sites}"
-        raise CannotShard("each rewritten attention is understood again", observed)
 
 
 def _note(found: FoundSites, spread: Spread, rewrite: SequenceRewrite) -> None:

@@ -48,9 +48,7 @@ _SIZES: Mapping[object, frozenset[str]] = {
     aten.repeat.default: frozenset({"repeats"}),
     aten.eye.default: frozenset({"n"}),
     aten.eye.m: frozenset({"n", "m"}),
-    aten.arange.default: frozenset({"end"}),
-    aten.arange.start: frozenset({"end"}),
-    aten.arange.start_step: frozenset({"end"}),
+    **dict.fromkeys((aten.arange.default, aten.arange.start, aten.arange.start_step), frozenset({"end"})),
     aten.slice.Tensor: frozenset({"end"}),
     aten.narrow.default: frozenset({"length"}),
     aten.split.Tensor: frozenset({"split_size"}),
@@ -58,13 +56,8 @@ _SIZES: Mapping[object, frozenset[str]] = {
 }
 #: names of Dynamo's calls of DTensors that have sizes among their arguments
 _SIZED = wrapped.DOORS | {"view", "reshape", "expand", "unflatten", "new_zeros", "new_ones", "new_empty"}
-#: op -> argument that has to be 0 where a size differs: a range that begins elsewhere counts from the end
-_FROM: Mapping[object, str] = {
-    aten.arange.start: "start",
-    aten.arange.start_step: "start",
-    aten.slice.Tensor: "start",
-    aten.narrow.default: "start",
-}
+#: ops whose start has to be 0 where a size differs: a range that begins elsewhere counts from the end
+_FROM_START = (aten.arange.start, aten.arange.start_step, aten.slice.Tensor, aten.narrow.default)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -176,8 +169,8 @@ def _check_numbers(own: fx.Node, other: fx.Node, size: int, wholes: Mapping[fx.N
             continue
         if not _is_number(mine) or not _is_number(theirs):
             raise _other_program(own, other)
-        is_size = name in _SIZES.get(own.target, frozenset()) and mine * size == theirs and _from_zero(own)
-        if not is_size:
+        is_size = name in _SIZES.get(own.target, frozenset()) and mine * size == theirs
+        if not is_size or (own.target in _FROM_START and _bound(own).get("start") not in (None, 0)):
             raise _differs(own, f"{name}={mine}", f"{theirs}")
 
 
@@ -193,14 +186,6 @@ def _check_closed(own: fx.Node | None, other: fx.Node | None, at: fx.Node, size:
             raise CannotShard(
                 RULE, f"{target_name(own)}: {a} for the rank's part, {b} for the whole sequence", at=at, remedy=REMEDY
             )
-
-
-def _from_zero(node: fx.Node) -> bool:
-    name = _FROM.get(node.target)
-    if name is None:
-        return True
-    found = _bound(node).get(name)
-    return found is None or found == 0
 
 
 def _arguments(own: fx.Node, other: fx.Node) -> Iterator[tuple[str, Any, Any]]:

@@ -23,6 +23,8 @@ from attn_compiler.torch_private import dtensors as torch_dtensors, tracing as t
 #: calls that give the same numbers as another kind of tensor, or in other shares; Dynamo of torch 2.11 writes "prim" before some names
 DOORS = frozenset({"from_local", "of_local", "to_local", "summed_to_local", "share_of", "redistribute", "full_tensor"})
 
+_TRACED = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
+
 
 def owner(mirror: Mirror, node: fx.Node) -> fx.Node | None:
     """Return the call of DTensors that a mirror node stands for, if it is one."""
@@ -52,7 +54,7 @@ def place(context: Places, node: fx.Node, call: fx.Node) -> Place | Mixes:
             return known
         of_given[x] = known
     results = [x for x in context.mirror.owned(call) if x.target is opaque]
-    values = [x for x in pytree.tree_leaves(call.meta.get("example_value")) if _is_traced(x)]
+    values = [x for x in pytree.tree_leaves(call.meta.get("example_value")) if isinstance(x, _TRACED)]
     if len(results) != len(values):
         return Mixes(at=node, why="nothing is known of what it gives")
     value = values[results.index(node)]
@@ -89,10 +91,6 @@ def groups(graph: fx.Graph, given: Collection[fx.Node]) -> list[str]:
                 if torch_dtensors.is_dtensor(x):
                     found.update(dict.fromkeys(torch_dtensors.groups(x)))
     return list(found)
-
-
-def _is_traced(x: object) -> bool:
-    return isinstance(x, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def _resized(context: Places, node: fx.Node, of_given: Place, given: Any, value: Any) -> Place | Mixes:

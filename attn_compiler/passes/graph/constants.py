@@ -64,15 +64,9 @@ def number(mirror: Mirror, value: Any) -> float | None:
 
 #: ops that fill a tensor with one number -> that number, or the name of the argument that holds it
 _UNIFORM: dict[object, float | str] = {
-    aten.full.default: "fill_value",
-    aten.full_like.default: "fill_value",
-    aten.new_full.default: "fill_value",
-    aten.zeros.default: 0.0,
-    aten.zeros_like.default: 0.0,
-    aten.new_zeros.default: 0.0,
-    aten.ones.default: 1.0,
-    aten.ones_like.default: 1.0,
-    aten.new_ones.default: 1.0,
+    **dict.fromkeys((aten.full.default, aten.full_like.default, aten.new_full.default), "fill_value"),
+    **dict.fromkeys((aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default), 0.0),
+    **dict.fromkeys((aten.ones.default, aten.ones_like.default, aten.new_ones.default), 1.0),
 }
 
 

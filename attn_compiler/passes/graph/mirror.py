@@ -84,12 +84,16 @@ class Mirror:
         self._order = {node: i for i, node in enumerate(graph.nodes)}
         self.writers = mutation.writers(graph)
         self.reshapers = mutation.reshapers(self.writers)
-        self._writers_by_memory = _by_memory(self.writers)
+        self._writers_by_memory: dict[StorageWeakRef, list[fx.Node]] = {}
+        for writer, written in self.writers:
+            for storage in written:
+                self._writers_by_memory.setdefault(storage, []).append(writer)
         self._writers_into: dict[fx.Node, Writers] = {}
         self._owned: dict[fx.Node, list[fx.Node]] = {}
         for node, owner in origins.owners.items():
             self._owned.setdefault(owner, []).append(node)
-        self.live = _live(graph, self.writers)
+        roots = [n for n in graph.nodes if n.op == "output" or n.target is opaque]
+        self.live = set(reached([*roots, *(writer for writer, _ in self.writers)]))
 
     def dynamo_node(self, node: fx.Node) -> fx.Node | None:
         while node not in self._values and (written := mutation.returned(node)) is not None:
@@ -156,19 +160,6 @@ def build(graph_module: fx.GraphModule, skipped: frozenset[fx.Node] = frozenset(
 def opaque(*inputs: torch.Tensor) -> None:
     """Stand in the mirror for a call that is not looked into: it reads `inputs`, and may do anything with them."""
     raise NotImplementedError("a mirror is analysed, never run")
-
-
-def _by_memory(writers: mutation.Writers) -> dict[StorageWeakRef, list[fx.Node]]:
-    found: dict[StorageWeakRef, list[fx.Node]] = {}
-    for writer, written in writers:
-        for storage in written:
-            found.setdefault(storage, []).append(writer)
-    return found
-
-
-def _live(graph: fx.Graph, writers: mutation.Writers) -> set[fx.Node]:
-    roots = [n for n in graph.nodes if n.op == "output" or n.target is opaque] + [writer for writer, _ in writers]
-    return set(reached(roots))
 
 
 def is_opaque(node: fx.Node) -> bool:

@@ -64,8 +64,10 @@ def _makes_new(node: fx.Node) -> bool:
     value = node.meta.get("example_value")
     called = node.op in ("call_function", "call_method")
     known = called and isinstance(value, torch.Tensor) and target_name(node) in _MAKES_NEW
+    # The example value of a result that changes its shape in place later (`transpose_`) shows the last shape.
+    is_reshaped = any(mutation.views_in_place(target_name(user)) for user in node.users)
     # A tensor that exists only inside a transform of torch.func can't stand for itself.
-    return known and bodies.has_known_memory(value) and not _may_write(node) and not _is_reshaped(node)
+    return known and bodies.has_known_memory(value) and not _may_write(node) and not is_reshaped
 
 
 def _may_write(node: fx.Node) -> bool:
@@ -73,11 +75,6 @@ def _may_write(node: fx.Node) -> bool:
     foreign = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace != "aten"
     in_place = any(arg is True for arg in (*node.args, node.kwargs.get("inplace")))
     return foreign or in_place or "out" in node.kwargs
-
-
-def _is_reshaped(node: fx.Node) -> bool:
-    """Return whether the result changes its shape in place later (`transpose_`): its example value shows the last shape."""
-    return any(mutation.views_in_place(target_name(user)) for user in node.users)
 
 
 def _kept(

@@ -94,9 +94,6 @@ class Keeping:
         nodes = {m for n in self.match.covered for m in (n, *n.all_input_nodes)}
         return set().union(*(memory_of(self.mirror.dynamo_node(n)) for n in nodes))
 
-    def _is_saved(self, dynamo: fx.Node) -> bool:
-        return bool(memory_of(dynamo) & self._read) and self._model is not None and self._model.saves(dynamo)
-
     def why(self, node: fx.Node) -> str | None:
         """Return why a kernel that saves the tensor of this mirror node has to save a copy; None if it need not.
 
@@ -106,7 +103,8 @@ class Keeping:
         danger = danger_after(self.unit, self.mirror, node, self.match.out) if dynamo is not None else None
         if dynamo is None or danger is None:
             return None
-        if danger.of_checkpoint or not self._is_saved(dynamo):
+        is_read = bool(memory_of(dynamo) & self._read)
+        if danger.of_checkpoint or not (is_read and self._model is not None and self._model.saves(dynamo)):
             return danger.why
         if not danger.by_user and memory_of(dynamo) & self.unit.memory.aliases.taken_as_data:
             raise AxisError(f"{node.name} is written to through .data after the model's autograd saved it")

@@ -48,10 +48,6 @@ def argument(node: fx.Node, name: str, default: object = None) -> object:
     return default
 
 
-def _same(node: fx.Node, dims: Dims) -> Dims:
-    return dims
-
-
 def _reshape(node: fx.Node, dims: Dims) -> Dims:
     return axes.regroup(dims, axes.shape_exprs(value(node)))
 
@@ -187,16 +183,9 @@ VIEWS: dict[object, Handler] = {
     aten.unsqueeze.default: _unsqueeze,
     aten.repeat_interleave.self_int: _repeat_interleave,
     aten.repeat.default: _repeat,
-    aten.contiguous.default: _same,
-    aten.clone.default: _same,
-    aten.alias.default: _same,
-    aten.lift_fresh.default: _same,
+    **{op: lambda _, dims: dims for op in COPIES if op is not aten.detach.default},
+    **dict.fromkeys((aten.to.dtype, aten.to.dtype_layout, aten.to.other, aten.to.device, aten.type_as.default), _whole),
     aten.slice.Tensor: _whole,
-    aten.to.dtype: _whole,
-    aten.to.other: _whole,
-    aten.to.device: _whole,
-    aten.to.dtype_layout: _whole,
-    aten.type_as.default: _whole,
     **dict.fromkeys((aten.dropout.default, aten.dropout_.default), lambda n, d: _inactive_dropout(n, d)),
 }
 
@@ -206,22 +195,11 @@ _COSTLY = {*EXPANDS, aten.repeat_interleave.self_int, aten.repeat.default, aten.
 
 #: ops that ask a tensor for its shape, dtype or device -> which argument that is; no element of it is read
 _ASKS_METADATA: dict[object, int] = {
-    aten.expand_as.default: 1,
-    aten.view_as.default: 1,
-    aten.reshape_as.default: 1,
-    aten.type_as.default: 1,
-    aten.to.other: 1,
-    aten.zeros_like.default: 0,
-    aten.ones_like.default: 0,
-    aten.full_like.default: 0,
-    aten.empty_like.default: 0,
-    aten.new_zeros.default: 0,
-    aten.new_ones.default: 0,
-    aten.new_full.default: 0,
-    aten.new_empty.default: 0,
-    aten.sym_size.int: 0,
-    aten.sym_stride.int: 0,
-    aten.sym_numel.default: 0,
+    **dict.fromkeys((aten.expand_as.default, aten.view_as.default, aten.reshape_as.default), 1),
+    **dict.fromkeys((aten.type_as.default, aten.to.other), 1),
+    **{getattr(aten, f"{fill}_like").default: 0 for fill in ("zeros", "ones", "full", "empty")},
+    **{getattr(aten, f"new_{fill}").default: 0 for fill in ("zeros", "ones", "full", "empty")},
+    **dict.fromkeys((aten.sym_size.int, aten.sym_stride.int, aten.sym_numel.default), 0),
 }
 
 
@@ -292,10 +270,8 @@ def is_view(node: fx.Node) -> bool:
 
 def is_costly(node: fx.Node) -> bool:
     """Return whether reading above this view saves a copy or a repetition."""
-    if node.target in _COSTLY:
-        return True
-    merges = VIEWS.get(node.target) is _reshape and value(node).dim() < value(source(node)).dim()
-    return merges
+    merges = node.target in RESHAPES and value(node).dim() < value(source(node)).dim()
+    return merges or node.target in _COSTLY
 
 
 def chain(node: fx.Node) -> list[fx.Node]:

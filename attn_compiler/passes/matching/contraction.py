@@ -6,7 +6,7 @@ A label of both operands is a batch axis if the output has it, and a contracted 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -91,17 +91,7 @@ def _with_addend(node: fx.Node) -> Contraction | None:
     alpha, beta = (_number(argument(node, name)) for name in ("alpha", "beta"))
     if plain is None or alpha is None or beta is None:
         return None
-    return Contraction(
-        node=node,
-        lhs=lhs,
-        rhs=rhs,
-        lhs_labels=plain.lhs_labels,
-        rhs_labels=plain.rhs_labels,
-        out_labels=plain.out_labels,
-        addend=addend if beta != 0 else None,
-        alpha=alpha,
-        beta=beta,
-    )
+    return replace(plain, addend=addend if beta != 0 else None, alpha=alpha, beta=beta)
 
 
 def _number(value: Any) -> float | None:
@@ -164,11 +154,8 @@ def _labels(term: str, own_dots: int, all_dots: int) -> Labels:
 
 
 _READERS: dict[object, Callable[[fx.Node], Contraction | None]] = {
-    aten.matmul.default: _product,
-    aten.bmm.default: _product,
-    aten.mm.default: _product,
-    aten.baddbmm.default: _with_addend,
-    aten.addmm.default: _with_addend,
+    **dict.fromkeys((aten.matmul.default, aten.bmm.default, aten.mm.default), _product),
+    **dict.fromkeys((aten.baddbmm.default, aten.addmm.default), _with_addend),
     aten.einsum.default: _einsum,
     aten.tensordot.default: _tensordot,
 }

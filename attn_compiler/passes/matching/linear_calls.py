@@ -165,7 +165,7 @@ def _grouped(
 def _function_of(node: fx.Node, looked_at: Mapping[str, Reason]) -> tuple[str, Recurrence] | None:
     """Return the outermost function around a node that computes a recurrence, with that recurrence."""
     for name in _IN_FUNCTION.findall(node.meta.get("stack_trace") or ""):
-        found = _of_function(name) or (_OTHER if name in looked_at else None)
+        found = _named(name, "function") or (_OTHER if name in looked_at else None)
         if found is not None:
             return name, found
     return None
@@ -178,18 +178,14 @@ def _module_of(node: fx.Node) -> tuple[str, Recurrence] | None:
         return None
     kind = next(reversed(stack.values()))[1]
     name = (kind if isinstance(kind, str) else getattr(kind, "__name__", str(kind))).rpartition(".")[2]
-    found = _of_module(name)
+    found = _named(name, "module")
     return None if found is None else (name, found)
 
 
 @functools.cache
-def _of_function(name: str) -> Recurrence | None:
-    return next((one for one in RECURRENCES if re.fullmatch(one.function, name)), None)
-
-
-@functools.cache
-def _of_module(name: str) -> Recurrence | None:
-    return next((one for one in RECURRENCES if re.fullmatch(one.module, name)), None)
+def _named(name: str, of: str) -> Recurrence | None:
+    """Return the recurrence that such a function computes, or (of "module") such a class of modules."""
+    return next((one for one in RECURRENCES if re.fullmatch(getattr(one, of), name)), None)
 
 
 def _computes(nodes: list[fx.Node]) -> bool:

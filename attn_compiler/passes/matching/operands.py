@@ -14,22 +14,18 @@ from attn_compiler.spec.dtypes import HALVES
 aten = torch.ops.aten
 
 #: scaling ops -> True for a division
-_SCALES: dict[object, bool] = {
-    aten.mul.Tensor: False,
-    aten.mul.Scalar: False,
-    aten.mul_.Tensor: False,
-    aten.div.Tensor: True,
-    aten.div.Scalar: True,
-    aten.div_.Tensor: True,
+SCALES: dict[object, bool] = {
+    **dict.fromkeys((aten.mul.Tensor, aten.mul.Scalar, aten.mul_.Tensor), False),
+    **dict.fromkeys((aten.div.Tensor, aten.div.Scalar, aten.div_.Tensor), True),
 }
 
 
 def scale_of(mirror: Mirror, node: fx.Node) -> tuple[fx.Node, float] | None:
     """Return (scaled tensor, factor) if the node multiplies or divides one tensor by a constant, else None."""
-    if node.target not in _SCALES:
+    if node.target not in SCALES:
         return None
     left, right = node.args[:2]
-    divides = _SCALES[node.target]
+    divides = SCALES[node.target]
     factor = constants.number(mirror, right)
     if factor is not None and isinstance(left, fx.Node):
         return (left, 1.0 / factor if divides else factor) if factor else None

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator
 
 import torch
 
 from attn_compiler import index_expr as ix
-from attn_compiler.index_expr import TRUE, Const, Expr
+from attn_compiler.index_expr import Const, Expr
 from attn_compiler.passes.graph.aliasing import Aliases
 from attn_compiler.passes.graph.mirroring import may_be_of_mask
 from attn_compiler.torch_private import frames as torch_frames, known_masks
@@ -79,7 +78,10 @@ def band_of(tensor: torch.Tensor) -> Expr | None:
         is_inside = (key < query + ahead) & (key > query - back)
         if not bool(torch.where(is_inside, numbers == inside, numbers == others[0]).all()):
             return None
-    return _chosen(_band(tensor, ahead, back), inside, others[0])
+    band = _band(tensor, ahead, back)
+    if isinstance(inside, bool):
+        return band if inside else ix.invert(band)
+    return ix.where(band, Const(inside), Const(others[0]))
 
 
 def _run(row: torch.Tensor, number: float) -> int:
@@ -96,18 +98,6 @@ def _positions(numbers: torch.Tensor, axis: int) -> torch.Tensor:
 def _band(tensor: torch.Tensor, ahead: int, back: int) -> Expr:
     """Return the condition that a key is less than `ahead` after and `back` before the query. Ends that no pair reaches drop out."""
     query, key = known_masks.indices(tensor.dim())[-2:]
-    return ix.apply("and", *_ends(tensor, ahead, back, query, key))
-
-
-def _ends(tensor: torch.Tensor, ahead: int, back: int, query: Expr, key: Expr) -> Iterator[Expr]:
-    yield TRUE
-    if ahead < tensor.shape[-1]:
-        yield ix.compare("<", key, ix.add(query, Const(ahead)))
-    if back < tensor.shape[-2]:
-        yield ix.compare("<", query, ix.add(key, Const(back)))
-
-
-def _chosen(band: Expr, inside: float, outside: float) -> Expr:
-    if isinstance(inside, bool):
-        return band if inside else ix.invert(band)
-    return ix.where(band, Const(inside), Const(outside))
+    ends = [ix.compare("<", key, ix.add(query, Const(ahead)))] if ahead < tensor.shape[-1] else []
+    ends += [ix.compare("<", query, ix.add(key, Const(back)))] if back < tensor.shape[-2] else []
+    return ix.apply("and", *ends)

@@ -167,17 +167,13 @@ def _any_of(part: Expr, seqlen_q: Linear, seqlen_kv: Linear) -> MaskKind | None:
     kinds = [recognise(alternative, seqlen_q, seqlen_kv) for alternative in part.args]
     if all(isinstance(kind, masks.Formula) for alternative in kinds for kind in alternative):
         return None
-    return masks.AnyOf(alternatives=tuple(sorted(kinds, key=_place)))
+    return masks.AnyOf(alternatives=tuple(sorted(kinds, key=lambda one: masks.KINDS.index(type(one[0])))))
 
 
 def _is_at_most(part: Apply) -> bool:
     """True if the alternatives are `x < y ∨ x = y` of floats: one comparison, and no document."""
     ops = {x.op: x.args for x in part.args if isinstance(x, Apply)}
     return len(part.args) == 2 and "lt" in ops and set(ops["lt"]) == set(ops.get("eq", ()))
-
-
-def _place(alternative: tuple[MaskKind, ...]) -> int:
-    return masks.KINDS.index(type(alternative[0]))
 
 
 def _joined(kinds: list[MaskKind]) -> list[MaskKind]:

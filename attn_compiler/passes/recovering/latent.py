@@ -122,7 +122,8 @@ class Finder:
         place = of_v.at[:-1]
         if own.at[:-1] != place:
             raise _No("k and v are made of the latent in different places")
-        latent_dim, rope_dim = (Atom(rank),), self._rope_dim(shared)
+        latent_dim: Dim = (Atom(rank),)
+        rope_dim: Dim = () if shared is None or shared.size == 1 else (Atom(axes.size_expr(shared.size)),)
         made_for = nodes_made_for(self._mirror, match, {linear.made, of_k.made})
         added = [self._mirror.owner(term.operand.root) for term in match.scores.terms]
         if made_for is None or any(node in made_for for node in added):
@@ -142,7 +143,7 @@ class Finder:
 
     def _parted(self, runs: Sequence[ColumnRun], linear: _Linear) -> tuple[ColumnRun, ColumnRun | None]:
         """Return the part of k that differs between heads, and the part that all heads share."""
-        own = [run for run in runs if HEAD.name in _indices(run.at) or len(runs) == 1]
+        own = [run for run in runs if any(ix.mentions(x, HEAD) for x in run.at) or len(runs) == 1]
         shared = [run for run in runs if run not in own]
         if len(own) > 1:
             # Only one part may differ between heads: the one without positions (nope).
@@ -218,9 +219,6 @@ class Finder:
             weight=linear.weight, made=linear.made, heads=count, each=each, first=column.const, size=run.size
         )
 
-    def _rope_dim(self, shared: ColumnRun | None) -> Dim:
-        return () if shared is None or shared.size == 1 else (Atom(axes.size_expr(shared.size)),)
-
     def _rope(self, match: Match, run: ColumnRun, last: Dim) -> Operand:
         until = run.of.until
         if until is not None and self._mirror.order(until) < self._mirror.order(match.out):
@@ -255,10 +253,6 @@ def _comes_of_linear(node: fx.Node) -> bool:
     """True for a linear call, and for a product with its result."""
     found = [node, *(node.all_input_nodes if calls.target_name(node) == "mul" else ())]
     return any(calls.target_name(n) == "linear" for n in found)
-
-
-def _indices(at: tuple[Expr, ...]) -> frozenset[str]:
-    return frozenset().union(*(index.facts.indices for index in at))
 
 
 def nodes_made_for(mirror: Mirror, match: Match, first: Iterable[fx.Node]) -> frozenset[fx.Node] | None:

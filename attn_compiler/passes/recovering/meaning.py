@@ -231,7 +231,9 @@ class _Read:
             kinds=found,
             reason=reason,
             rest=Formula(condition=rest) if found and is_all and rest != ix.TRUE else None,
-            chosen=self._chosen(condition),
+            chosen=chosen.of(self._mirror, self._match, self._reader, kinds.conjuncts(condition))
+            if self._is_whole
+            else None,
             added=None if found or reason else unproved.why(self._scores),
             scores=score_kinds.joined(self._scores) if self._is_whole else (),
             tensors=self._tensors,
@@ -239,11 +241,6 @@ class _Read:
             unusual=(*self._unusual, *fills.unusual(self._match, self._fills, self._reach)),
             keyless=self._keyless(),
         )
-
-    def _chosen(self, condition: Expr) -> Chosen | None:
-        if not self._is_whole:
-            return None
-        return chosen.of(self._mirror, self._match, self._reader, kinds.conjuncts(condition))
 
     def _masking(self, allowed: Expr | None, term: Term) -> MaskStep:
         return MaskStep(allowed=allowed, fills=frozenset({term.fill}), replaces=term.replaces, again=term.again)
@@ -261,13 +258,11 @@ class _Read:
             diagonal = ix.compare("<=", kinds.K, kinds.Q)
             steps.append(MaskStep(allowed=diagonal, fills=frozenset({-math.inf}), replaces=True))
         low = max((limit.low for limit in self._match.scores.limits), default=-math.inf)
+        square = axes.same_size(axes.dim_size(self._match.axes.query), axes.dim_size(self._match.axes.key))
         dtype = self._dtype or torch.float32
         # Kernels of SDPA add the mask in float32.
         dtype = dtype if self._match.decomposed else torch.promote_types(dtype, torch.float32)
-        return keyless.of(steps, dtype, self._ranges, square=self._is_square(), low=low)
-
-    def _is_square(self) -> bool:
-        return axes.same_size(axes.dim_size(self._match.axes.query), axes.dim_size(self._match.axes.key))
+        return keyless.of(steps, dtype, self._ranges, square=square, low=low)
 
     def _known(self, x: Expr, term: Term) -> Ranges:
         """Ranges of the indices and sizes in x, but not of what it loads."""

@@ -15,7 +15,7 @@ from torch import fx
 
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Const, Expr, Index, Load
-from attn_compiler.index_expr.building import rebuilt_of
+from attn_compiler.index_expr.changing import throughout
 from attn_compiler.passes.graph.calls import reached
 from attn_compiler.passes.graph.site import Term
 from attn_compiler.passes.recovering import kinds
@@ -53,9 +53,11 @@ def _counted(kind: Document, reader: Reader) -> Load | None:
         return None
     (source,) = node.all_input_nodes
     try:
-        jumps = _settled(reader.read_at(reader.mirror.order(node), source, (*of_key.at[:-1], ix.add(K, ix.ONE))))
+        jumps = reader.read_at(reader.mirror.order(node), source, (*of_key.at[:-1], ix.add(K, ix.ONE)))
     except Unreadable:
         return None
+    # Comparisons that hold, or fail, for all keys drop out.
+    jumps = throughout(jumps, lambda part: ix.decide(part, {}))
     # A count of truth values never goes down, so equal numbers have no jump in between.
     jumps = ix.as_bool(jumps) if ix.is_truth(jumps) else jumps
     for after in ix.loads(jumps):
@@ -63,14 +65,6 @@ def _counted(kind: Document, reader: Reader) -> Load | None:
         if isinstance(before, Load) and ix.compare("!=", ix.add(after, before, -1), ix.ONE) == jumps:
             return before
     return None
-
-
-def _settled(x: Expr) -> Expr:
-    """Replace each comparison in x that holds, or fails, for all keys by its truth value."""
-    done: dict[Expr, Expr] = {}
-    for part in ix.ordered(x):
-        done[part] = ix.decide(rebuilt_of(part, done), {})
-    return done[x]
 
 
 def _placed(part: Expr, position: Load) -> Expr:

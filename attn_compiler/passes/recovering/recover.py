@@ -61,21 +61,17 @@ def recover_specs(unit: Unit, mirror: Mirror, found: FoundSites, readers: Reader
         if reason is None:
             kept.append(site)
         else:
-            misses.append(_miss(site, reason))
+            match = site.match
+            misses.append(Miss(anchor=match.anchor, nearest=match.pattern, stopped_at=match.out, reason=reason))
     unit.log.unread.extend(unreadable)
     for cause, modules in unreadable.items():
-        _warn(cause, modules)
+        warnings.warn(
+            f"attn_compiler could not read the mask at {', '.join(dict.fromkeys(modules))}, which stays a dense tensor there: {cause}. "
+            f"To reproduce: {_REPRODUCE}",
+            AttnCompilerWarning,
+            stacklevel=2,
+        )
     return dataclasses.replace(found, sites=tuple(kept), misses=tuple(misses))
-
-
-def _warn(cause: str, modules: list[str]) -> None:
-    """Warn that an exception kept masks from being read. modules: those of the masks."""
-    warnings.warn(
-        f"attn_compiler could not read the mask at {', '.join(dict.fromkeys(modules))}, which stays a dense tensor there: {cause}. "
-        f"To reproduce: {_REPRODUCE}",
-        AttnCompilerWarning,
-        stacklevel=2,
-    )
 
 
 def _described(
@@ -97,10 +93,6 @@ def _described(
         rule = "a query whose logsumexp is read has no keys only where they are masked by -inf"
         return Reason(code=Code.KEYLESS_ROWS, rule=rule, observed="a mask shuts queries out with a finite number")
     return None
-
-
-def _miss(site: Site, reason: Reason) -> Miss:
-    return Miss(anchor=site.match.anchor, nearest=site.match.pattern, stopped_at=site.match.out, reason=reason)
 
 
 def compute_dtype(match: Match) -> torch.dtype:

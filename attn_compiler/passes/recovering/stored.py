@@ -29,7 +29,7 @@ def find(mirror: Mirror, match: Match) -> tuple[Stored, Stored] | None:
 
 def _stored(mirror: Mirror, operand: Operand, until: fx.Node) -> Stored | None:
     node, scale, reader = operand.root, None, operand.root
-    while _dtype(node) not in FP8:
+    while views.value(node).dtype not in FP8:
         above = _above(node)
         if above is None or (above[1] is not None and scale is not None):
             return None
@@ -65,11 +65,6 @@ def _keeps_shape(node: fx.Node, source: fx.Node) -> bool:
 def _is_number(node: fx.Node) -> bool:
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point()
-
-
-def _dtype(node: fx.Node) -> torch.dtype:
-    dtype: torch.dtype = views.value(node).dtype
-    return dtype
 
 
 def _is_readable(mirror: Mirror, node: fx.Node, reader: fx.Node, until: fx.Node) -> bool:

@@ -99,11 +99,8 @@ def _body(call: fx.Node) -> fx.GraphModule | None:
         return None
     results = given[0].graph.output_node().args[0]
     is_plain = isinstance(results, (tuple, list)) and all(isinstance(x, fx.Node) for x in results)
-    return given[0] if is_plain and all(_is_taken(user) for user in call.users) else None
-
-
-def _is_taken(user: fx.Node) -> bool:
-    return user.target is operator.getitem and isinstance(user.args[1], int)
+    are_taken = all(user.target is operator.getitem and isinstance(user.args[1], int) for user in call.users)
+    return given[0] if is_plain and are_taken else None
 
 
 def _inline(gm: fx.GraphModule, call: fx.Node, body: fx.GraphModule) -> Inlined:

@@ -142,7 +142,12 @@ def _read(node: fx.Node, region: regions.Region) -> _Call | Reason:
     value = scale.meta.get("example_value") if isinstance(scale, fx.Node) else scale
     number = torch_symbols.constant(value)
     if number is None:
-        return _symbolic_scale(value)
+        return Reason(
+            code=Code.FLEX_CALL,
+            rule="FlexAttention's scale is a number",
+            observed=f"the scale is {value}, which is known at run time only",
+            remedy="pass scale= as a plain number, or call torch._dynamo.mark_static(q, -1) if it is made of the head dim",
+        )
     if len(own) != 1 or score_graph is None or mask_graph is None:
         return _called_otherwise(len(own), score_graph, mask_graph)
     if any(not isinstance(x, fx.Node) for x in (q, k, v)):
@@ -163,15 +168,6 @@ def _read(node: fx.Node, region: regions.Region) -> _Call | Reason:
         mask_others=tuple(mask_others),
         blocks=blocks,
         lse=next((user for user in node.users if user.args[1] == 1 and not relevance.comes_to_nothing(user)), None),
-    )
-
-
-def _symbolic_scale(value: object) -> Reason:
-    return Reason(
-        code=Code.FLEX_CALL,
-        rule="FlexAttention's scale is a number",
-        observed=f"the scale is {value}, which is known at run time only",
-        remedy="pass scale= as a plain number, or call torch._dynamo.mark_static(q, -1) if it is made of the head dim",
     )
 
 
@@ -237,7 +233,8 @@ def _spell_out(graph_module: fx.GraphModule, call: _Call) -> Spelled:
     others = [*call.score_others, *call.mask_others]
     inputs = list(dict.fromkeys(x for x in (call.q, call.k, call.v, *others) if isinstance(x, fx.Node)))
     values = {node: node.meta["example_value"] for node in inputs}
-    scores = torch_tracing.untraced(lambda: _empty_scores(values[call.q], values[call.k]))
+    q, k = values[call.q], values[call.k]
+    scores = torch_tracing.untraced(lambda: q.new_empty((*q.shape[:3], k.shape[2]), dtype=computed_in(q.dtype)))
     mods = [
         torch_tracing.trace_score_function(mod, scores, [values.get(x, x) for x in own], of_score=of_score)
         for mod, own, of_score in ((call.score_mod, call.score_others, True), (call.mask_mod, call.mask_others, False))
@@ -272,7 +269,3 @@ def _spell_out(graph_module: fx.GraphModule, call: _Call) -> Spelled:
         nodes=made,
         blocks=call.blocks,
     )
-
-
-def _empty_scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    return q.new_empty((*q.shape[:3], k.shape[2]), dtype=computed_in(q.dtype))

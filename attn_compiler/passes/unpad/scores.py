@@ -161,16 +161,12 @@ def _by_distance(position: Expr) -> Expr | None:
     if len(of_key) != 1:
         return None
     term, factor = of_key[0]
-    distance = Linear(((K, 1), (Q, -1)))
+    distance, back = Linear(((K, 1), (Q, -1))), Linear(((K, -1), (Q, 1)))
     if term == K:
         return ix.mul(ix.add(distance, ix.ZERO), Const(factor))
-    if isinstance(term, Apply) and term.op == "abs" and ix.linear(term.args[0]) in (distance, _negated(distance)):
+    if isinstance(term, Apply) and term.op == "abs" and ix.linear(term.args[0]) in (distance, back):
         return ix.mul(ix.apply("abs", ix.add(distance, ix.ZERO)), Const(factor))
     return None
-
-
-def _negated(form: Linear) -> Linear:
-    return ix.combine(Linear(()), form, -1)
 
 
 def _with_tensors(site: Site, kind: ProvedScore, value: Expr, *, counts_positions: bool) -> PackedScores:

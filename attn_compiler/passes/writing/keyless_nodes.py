@@ -12,7 +12,7 @@ from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Expr, Index, Test, on_nodes
 from attn_compiler.index_expr.on_nodes import Names, size_of
 from attn_compiler.lowerings import by_name
-from attn_compiler.lowerings.base import OF_CACHE, Emitter, Operands, SizeOf
+from attn_compiler.lowerings.base import OF_CACHE, Emitter, Operands
 from attn_compiler.passes.graph.site import Keyless
 from attn_compiler.passes.recovering import kinds
 from attn_compiler.spec.attention import AttentionSpec
@@ -212,16 +212,12 @@ class _Places:
     def _names(self, x: Expr) -> Names:
         indices = {name: self.index(name) for name in _AXES if ix.mentions(x, Index(name))}
         own = {size: axis for axis, size in enumerate(_sizes_of(self._spec)) if isinstance(size, str)}
-        sizes = {
-            name: self._given(self._operands.sizes[name]) if name in self._operands.sizes else self._size(own[name])
-            for name in ix.sizes(x)
-        }
+        sizes = {name: self._size(own[name]) for name in ix.sizes(x) - self._operands.sizes.keys()}
         sized = {name: self._sized(_AXES[name]) for name in indices}
         counted = {name: self._emitter.value(node).shape[own] for name, (node, own) in sized.items()}
+        given = {name: size for name, size in self._operands.sizes.items() if name in ix.sizes(x)}
+        sizes |= {name: size_of(self._emitter, size.node, size.axis) for name, size in given.items()}
         return Names(device=self._device, indices=indices, sizes=sizes, tensors=self._operands.loads, counted=counted)
-
-    def _given(self, size: SizeOf) -> fx.Node:
-        return size.node if size.axis is None else self._emitter.call(aten.sym_size.int, size.node, size.axis)
 
 
 # ---- their results ------------------------------------------------------------------------------------------------

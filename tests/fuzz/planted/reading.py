@@ -224,8 +224,8 @@ passes/recovering/reading/in_place.py _fill; masks written: fill_(True) writes F
 
 copy_ is no write
 passes/recovering/reading/in_place.py; masks written: a copied mask is the one before
-- aten.copy_.default: _copy,
-+ aten.copy_.default: lambda reader, node, at: reader.read(node.args[0], at),
+- _given(reader, node, argument(node, "src"), at),
++ reader.read(node.args[0], at),
 
 a version ends at its write
 passes/graph/mutation.py version; masks written: a mask is read as it is later on

@@ -20,8 +20,8 @@ passes/context_parallel/places.py cannot_meet; ranks: every rank counts its posi
 
 numbers are not compared with those of the whole sequence
 passes/context_parallel/compared.py _check_numbers; ranks: a number of the rank's length is one of the model
-- if not is_size:
-+ if False:
+- if not is_size or (
++ if False and (
 
 what was made of positions is no number of the rank
 passes/context_parallel/following.py _counted; ranks: a count of the rank's positions is one of all

@@ -5,8 +5,8 @@ from tests.fuzz.planted.fault import faults
 ALL = faults("""
 a scale divides and multiplies alike
 passes/matching/operands.py; score steps: s / 1.5 is s · 1.5
--     aten.div.Tensor: True,
-+     aten.div.Tensor: False,
+- aten.div_.Tensor), True),
++ aten.div_.Tensor), False),
 
 a scale does not scale what was added
 passes/matching/patterns/score_chain.py _scale; score steps: a bias before a scale is not scaled
@@ -125,10 +125,8 @@ passes/matching/patterns/sdpa_call.py _match; sdpa calls: a query sees later key
 
 grouped heads the other way round
 passes/matching/patterns/sdpa_call.py _kv_heads; sdpa calls: query heads read other kv heads
-- (size, _quotient(axes.dim_size(heads), size)))
--     return groups[0]
-+ (_quotient(axes.dim_size(heads), size), size))
-+     return groups[1]
+- (size, quotient))[0]
++ (quotient, size))[1]
 
 a call's default scale
 passes/matching/patterns/sdpa_call.py _scale; sdpa calls: scores are divided by the head dim

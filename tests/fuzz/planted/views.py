@@ -49,9 +49,9 @@ passes/matching/match.py _require_rewritable; gradients: a gradient that the mod
 
 flip is a view
 passes/graph/views.py; views: elements come in another order
--     aten.alias.default: _same,
-+     aten.alias.default: _same,
-+     aten.flip.default: _same,
+-     aten.unsqueeze.default: _unsqueeze,
++     aten.unsqueeze.default: _unsqueeze,
++     aten.flip.default: lambda _, dims: dims,
 
 split puts the inner part first
 passes/graph/axes.py split; views: heads and head dim are exchanged
@@ -100,8 +100,8 @@ passes/matching/contraction.py _einsum; contractions: the scores' axes are taken
 
 baddbmm without beta
 passes/matching/contraction.py _with_addend; contractions: the addend is not scaled
-- beta=beta,
-+ beta=1.0,
+- beta=beta)
++ beta=1.0)
 
 baddbmm without alpha
 passes/matching/contraction.py _with_addend; contractions: the scores are not scaled

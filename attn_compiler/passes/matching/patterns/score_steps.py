@@ -66,7 +66,7 @@ def _scale(mirror: Mirror, node: fx.Node) -> list[Step]:
     if known is not None:
         return [Scale(node=node, source=known[0], factor=known[1])]
     left, right = node.args[:2]
-    divide = node.target in (aten.div.Tensor, aten.div_.Tensor)
+    divide = operands.SCALES[node.target]
     steps: list[Step] = []
     if isinstance(left, fx.Node) and isinstance(right, fx.Node):
         steps.append(RuntimeScale(node=node, source=left, by=right, divide=divide))
@@ -350,37 +350,19 @@ def _padded(mirror: Mirror, node: fx.Node) -> list[Step]:
 
 #: The op in the mirror -> its reader. For a new step add one reader, one line here and one test.
 READERS: dict[object, Reader] = {
-    aten.mul.Tensor: _scale,
-    aten.mul.Scalar: _scale,
-    aten.mul_.Tensor: _scale,
-    aten.div.Tensor: _scale,
-    aten.div.Scalar: _scale,
-    aten.div_.Tensor: _scale,
-    aten.add.Tensor: _add,
-    aten.add_.Tensor: _add,
-    aten.sub.Tensor: _sub,
-    aten.sub_.Tensor: _sub,
+    **dict.fromkeys(operands.SCALES, _scale),
+    **dict.fromkeys((aten.add.Tensor, aten.add_.Tensor), _add),
+    **dict.fromkeys((aten.sub.Tensor, aten.sub_.Tensor), _sub),
     aten.rsub.Tensor: _rsub,
-    aten.neg.default: _negated,
-    aten.neg_.default: _negated,
-    aten.negative.default: _negated,
+    **dict.fromkeys((aten.neg.default, aten.neg_.default, aten.negative.default), _negated),
     **dict.fromkeys((aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf), _where),
     **dict.fromkeys((aten.masked_fill.Scalar, aten.masked_fill.Tensor), _masked_fill),
     **dict.fromkeys((aten.masked_fill_.Scalar, aten.masked_fill_.Tensor), _masked_fill),
-    aten.max.other: _floor,
-    aten.maximum.default: _floor,
+    **dict.fromkeys((*MAXIMA, aten.clamp_min.default), _floor),
     aten.clamp.default: _clamp,
-    aten.clamp_min.default: _floor,
     aten.nan_to_num.default: _finite,
-    aten.to.dtype: _cast,
-    aten.to.other: _cast,
-    aten.to.dtype_layout: _cast,
-    aten.type_as.default: _cast,
-    aten._to_copy.default: _cast,
+    **dict.fromkeys((*views.CASTS, aten.type_as.default), _cast),
     aten.tanh.default: _tanh,
-    aten.cat.default: _sink_column,
-    aten.concat.default: _sink_column,
-    aten.concatenate.default: _sink_column,
-    aten.pad.default: _padded,
-    aten.constant_pad_nd.default: _padded,
+    **dict.fromkeys((aten.cat.default, aten.concat.default, aten.concatenate.default), _sink_column),
+    **dict.fromkeys((aten.pad.default, aten.constant_pad_nd.default), _padded),
 }

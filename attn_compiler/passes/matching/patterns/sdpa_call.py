@@ -144,15 +144,10 @@ def _batch_dims(node: fx.Node, batch: Dims, *, gqa: bool = False) -> Dims:
 
 
 def _kv_heads(heads: Dim, size: axes.Size) -> Dim:
-    groups = axes.regroup((axes.resolve(heads),), (size, _quotient(axes.dim_size(heads), size)))
-    return groups[0]
-
-
-def _quotient(whole: axes.Size, part: axes.Size) -> axes.Size:
-    quotient = axes.exact_quotient(whole, part)
+    quotient = axes.exact_quotient(axes.dim_size(heads), size)
     if quotient is None:
-        raise AxisError(f"{whole} query heads for {part} key heads")
-    return quotient
+        raise AxisError(f"{axes.dim_size(heads)} query heads for {size} key heads")
+    return axes.regroup((axes.resolve(heads),), (size, quotient))[0]
 
 
 def _scale(mirror: Mirror, anchor: fx.Node, d_qk: Atom) -> tuple[float, tuple[Factor, ...]]:

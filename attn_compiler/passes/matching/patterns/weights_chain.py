@@ -322,15 +322,10 @@ def _times(mirror: Mirror, node: fx.Node) -> Zeroed | None:
 
 
 _MASKS: dict[object, Callable[[Mirror, fx.Node], Zeroed | None]] = {
-    aten.masked_fill.Scalar: _masked_fill,
-    aten.masked_fill.Tensor: _masked_fill,
-    aten.masked_fill_.Scalar: _masked_fill,
-    aten.masked_fill_.Tensor: _masked_fill,
-    aten.where.self: _where,
-    aten.where.ScalarOther: _where,
-    aten.where.ScalarSelf: _where,
-    aten.mul.Tensor: _times,
-    aten.mul_.Tensor: _times,
+    **dict.fromkeys((aten.masked_fill.Scalar, aten.masked_fill.Tensor), _masked_fill),
+    **dict.fromkeys((aten.masked_fill_.Scalar, aten.masked_fill_.Tensor), _masked_fill),
+    **dict.fromkeys((aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf), _where),
+    **dict.fromkeys((aten.mul.Tensor, aten.mul_.Tensor), _times),
 }
 
 

@@ -37,11 +37,6 @@ def _fill(reader: Reader, node: fx.Node, at: At) -> Expr | None:
     return None if number is None else converted_of(reader, number, node, None, at)
 
 
-def _fill_with(reader: Reader, node: fx.Node, at: At) -> Expr | None:
-    value = argument(node, "value")
-    return _given(reader, node, value, ())
-
-
 def _fill_diagonal(reader: Reader, node: fx.Node, at: At) -> Expr | None:
     """Read a matrix whose elements with equal indices are set to a number."""
     source, value = node.args[0], argument(node, "fill_value")
@@ -56,12 +51,8 @@ def _fill_diagonal(reader: Reader, node: fx.Node, at: At) -> Expr | None:
     return None if number is None else ix.where(ix.compare("==", *at), number, reader.read(source, at))
 
 
-def _copy(reader: Reader, node: fx.Node, at: At) -> Expr | None:
-    """Read the source, as large or broadcast, converted to the dtype of the tensor."""
-    return _given(reader, node, argument(node, "src"), at)
-
-
 def _given(reader: Reader, node: fx.Node, value: object, at: At) -> Expr | None:
+    """Read the source, as large or broadcast, converted to the dtype of the tensor."""
     if not isinstance(value, fx.Node):
         return None
     found = reader.read(value, broadcast(fake(value), at))
@@ -80,7 +71,7 @@ READERS: dict[object, ReadOp] = {
 } | {
     aten.fill_diagonal_.default: _fill_diagonal,
     aten.fill_.Scalar: _fill,
-    aten.fill_.Tensor: _fill_with,
+    aten.fill_.Tensor: lambda reader, node, at: _given(reader, node, argument(node, "value"), ()),
     aten.zero_.default: _fill,
-    aten.copy_.default: _copy,
+    aten.copy_.default: lambda reader, node, at: _given(reader, node, argument(node, "src"), at),
 }

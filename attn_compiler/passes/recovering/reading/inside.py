@@ -105,13 +105,9 @@ def _sliced(view: fx.Node, source: fx.Node, at: At) -> Inside | None:
 INSIDE: dict[object, FindInside] = {
     **dict.fromkeys(PERMUTES, _permuted),
     **dict.fromkeys((*RESHAPES, *SQUEEZES), _reshaped),
-    aten.alias.default: _same,
-    aten.detach.default: _same,
-    aten.contiguous.default: _same,
-    aten.to.dtype: _same,
-    aten.to.dtype_layout: _same,
+    **dict.fromkeys((aten.alias.default, aten.detach.default, aten.contiguous.default), _same),
+    **dict.fromkeys((aten.to.dtype, aten.to.dtype_layout), _same),
     aten.unsqueeze.default: _unsqueezed,
     aten.select.int: _selected,
-    aten.slice.Tensor: _sliced,
-    aten.narrow.default: _sliced,
+    **dict.fromkeys((aten.slice.Tensor, aten.narrow.default), _sliced),
 }

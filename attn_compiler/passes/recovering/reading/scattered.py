@@ -174,10 +174,7 @@ def _has(dtype: torch.dtype, x: float) -> bool:
 
 
 READERS: dict[object, ReadOp] = {
-    aten.index_put.default: _put,
-    aten.index_put_.default: _put,
-    aten.index_fill.int_Scalar: _fill,
-    aten.index_fill_.int_Scalar: _fill,
-    aten.scatter.value: _scatter,
-    aten.scatter_.value: _scatter,
+    **dict.fromkeys((aten.index_put.default, aten.index_put_.default), _put),
+    **dict.fromkeys((aten.index_fill.int_Scalar, aten.index_fill_.int_Scalar), _fill),
+    **dict.fromkeys((aten.scatter.value, aten.scatter_.value), _scatter),
 }
