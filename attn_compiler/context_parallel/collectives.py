@@ -29,37 +29,34 @@ _COLLECTIVES = torch.ops._c10d_functional
 def _exchanged(pieces: torch.Tensor, group: str) -> torch.Tensor:
     """Send piece i to rank i, and receive piece i from rank i."""
     sizes = [1] * pieces.shape[0]
-    started = _COLLECTIVES.all_to_all_single.default(pieces.contiguous(), sizes, sizes, group)
-    theirs: torch.Tensor = _COLLECTIVES.wait_tensor.default(started)
-    return theirs
+    return sent_and_received(pieces.contiguous(), sizes, sizes, group)
 
 
 def sent_and_received(x: torch.Tensor, sent: list[int], received: list[int], group: str) -> torch.Tensor:
     """Send the first sent[0] elements of x to rank 0, and so on; return the pieces from all ranks in order. Without a gradient."""
-    started = _COLLECTIVES.all_to_all_single.default(x, received, sent, group)
-    theirs: torch.Tensor = _COLLECTIVES.wait_tensor.default(started)
-    return theirs
+    return _waited(_COLLECTIVES.all_to_all_single.default(x, received, sent, group))
+
+
+def _waited(started: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = _COLLECTIVES.wait_tensor.default(started)
+    return found
 
 
 def _gathered(x: torch.Tensor, axis: int, size: int, balanced: bool, group: str) -> torch.Tensor:
     sent = x.to(torch.uint8) if x.dtype == torch.bool else x
     started = _COLLECTIVES.all_gather_into_tensor.default(sent.contiguous(), size, group)
-    by_rank = torch.unflatten(_COLLECTIVES.wait_tensor.default(started), 0, (size, x.shape[0]))
+    by_rank = torch.unflatten(_waited(started), 0, (size, x.shape[0]))
     # A copy even where this is a view: an op may not return a view of its input.
     return joined(by_rank, axis, balanced).to(x.dtype).clone(memory_format=torch.contiguous_format)
 
 
 def _gathered_piece(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
     """Gather (s,) of each rank into (size · s,)."""
-    started = _COLLECTIVES.all_gather_into_tensor.default(x.contiguous(), size, group)
-    whole: torch.Tensor = _COLLECTIVES.wait_tensor.default(started)
-    return whole
+    return _waited(_COLLECTIVES.all_gather_into_tensor.default(x.contiguous(), size, group))
 
 
 def _scattered_piece(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
-    started = _COLLECTIVES.reduce_scatter_tensor.default(x.contiguous(), "sum", size, group)
-    own: torch.Tensor = _COLLECTIVES.wait_tensor.default(started)
-    return own
+    return _waited(_COLLECTIVES.reduce_scatter_tensor.default(x.contiguous(), "sum", size, group))
 
 
 def _scattered_sum(x: torch.Tensor, axis: int, size: int, balanced: bool, group: str) -> torch.Tensor:
@@ -74,9 +71,7 @@ def _scattered_sum(x: torch.Tensor, axis: int, size: int, balanced: bool, group:
 
 
 def _summed(x: torch.Tensor, group: str) -> torch.Tensor:
-    started = _COLLECTIVES.all_reduce.default(x.contiguous(), "sum", group)
-    total: torch.Tensor = _COLLECTIVES.wait_tensor.default(started)
-    return total
+    return _waited(_COLLECTIVES.all_reduce.default(x.contiguous(), "sum", group))
 
 
 def _to_heads(x: torch.Tensor, size: int, balanced: bool, group: str) -> torch.Tensor:
@@ -155,12 +150,8 @@ def gather_again(graph: fx.Graph, group: str) -> None:
 # ---- ranks ---------------------------------------------------------------------------------------------------------------
 
 
-def _sequence_rank(like: torch.Tensor, group: str) -> torch.Tensor:
-    return torch.full((), rank_of(group), dtype=torch.int32, device=like.device)
-
-
-def _fake_sequence_rank(like: torch.Tensor, group: str) -> torch.Tensor:
-    return torch.empty((), dtype=torch.int32, device=like.device)
+def _number(rank: int, like: torch.Tensor) -> torch.Tensor:
+    return torch.full((), rank, dtype=torch.int32, device=like.device)
 
 
 def parts(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
@@ -189,8 +180,8 @@ if not hasattr(getattr(torch.ops, NAMESPACE), "gathered_sequence"):
         LIBRARY.impl(name, _with_gradient(name, forward, backward).apply, "Autograd")
         LIBRARY.impl(name, forward, "CompositeExplicitAutograd")
     LIBRARY.define("sequence_rank(Tensor like, str group) -> Tensor")
-    LIBRARY.impl("sequence_rank", _sequence_rank, "CompositeExplicitAutograd")
-    register_fake("sequence_rank", _fake_sequence_rank)
+    LIBRARY.impl("sequence_rank", lambda like, group: _number(rank_of(group), like), "CompositeExplicitAutograd")
+    register_fake("sequence_rank", lambda like, group: _number(0, like))
     # Caches have no gradients.
     LIBRARY.define("keys_of_slots(Tensor x, int size, str group) -> Tensor")
     LIBRARY.impl("keys_of_slots", _of_slots, "Autograd")

@@ -17,7 +17,7 @@ from typing import Literal, get_args
 from attn_compiler.lowerings.shared.parts import site_parts
 from attn_compiler.spec import dims
 from attn_compiler.spec.attention import AttentionSpec, Dim
-from attn_compiler.spec.masks import Causal, KeyBound, MaskKind, SlidingWindow
+from attn_compiler.spec.masks import Causal, KeyBound, SlidingWindow
 
 #: The first that applies. "added": a bias of any kind. "tensor": pairs that only run-time tensors give. "lengths": numbers of keys for
 #: batch rows and, at most, a band. "padding": another interval of keys, or truth values of them, from run-time tensors. "sinks".
@@ -109,7 +109,9 @@ def _mask(spec: AttentionSpec) -> Mask:
     if "keys" in kinds:
         return "padding"
     if kinds & {"lengths", "rows"}:
-        return "lengths" if all(map(_is_band_or_length, spec.mask.kinds)) else "padding"
+        bounds = [kind for kind in spec.mask.kinds if not isinstance(kind, Causal | SlidingWindow)]
+        are_lengths = all(isinstance(kind, KeyBound) and kind.side == "last" and kind.is_padding for kind in bounds)
+        return "lengths" if are_lengths else "padding"
     if spec.score.sinks is not None:
         return "sinks"
     if spec.score.softcap is not None:
@@ -122,15 +124,6 @@ def _band(spec: AttentionSpec) -> Band:
     if band is None:
         return "full"
     return "causal" if band.left is None and band.right == 0 else "window"
-
-
-def _is_band_or_length(kind: MaskKind) -> bool:
-    match kind:
-        case KeyBound(side="last"):
-            return kind.is_padding
-        case Causal() | SlidingWindow():
-            return True
-    return False
 
 
 def _product(sizes: Sequence[Dim]) -> int | None:

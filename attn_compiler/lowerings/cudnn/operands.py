@@ -15,7 +15,7 @@ from attn_compiler.index_expr.on_nodes import Names
 from attn_compiler.lowerings.base import Emitter, Operands
 from attn_compiler.lowerings.cudnn import plan
 from attn_compiler.lowerings.cudnn.plan import CudnnCall
-from attn_compiler.lowerings.shared.parts import mask_nodes
+from attn_compiler.lowerings.shared.parts import mask_nodes, part_tensors
 from attn_compiler.spec import reads
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.masks import SEQLEN_KV, SEQLEN_Q
@@ -105,17 +105,12 @@ class _Made:
             {"b": self.emitter.call(torch.arange, batch, device=device)} if ix.mentions(length, Index("b")) else {}
         )
         sizes = {SEQLEN_Q.name: self._q.shape[2], SEQLEN_KV.name: self.emitter.value(self.given.k).shape[2]}
-        given = reads.names_in(length) & self.given.sizes.keys()
         return Names(
             device=device,
             indices=indices,
-            sizes=sizes | {name: self._size(name) for name in sorted(given)},
+            sizes=sizes | part_tensors.sizes_in(self.emitter, self.given, [length]),
             tensors=self.given.loads,
         )
-
-    def _size(self, name: str) -> fx.Node:
-        place = self.given.sizes[name]
-        return place.node if place.axis is None else self.emitter.call(aten.sym_size.int, place.node, place.axis)
 
     def _full(self, shape: list[int], value: int, dtype: torch.dtype) -> fx.Node:
         return self.emitter.call(torch.full, shape, value, dtype=dtype, device=self._q.device)

@@ -11,15 +11,14 @@ from dataclasses import dataclass
 
 from attn_compiler.index_expr import Expr
 from attn_compiler.lowerings.cudnn.takes import TAKES
+from attn_compiler.lowerings.shared.limits import mask_limits
 from attn_compiler.lowerings.shared.parts import site_parts
 from attn_compiler.lowerings.shared.parts.kernel_plan import Band
 from attn_compiler.lowerings.shared.parts.site_parts import PartKind, Parts
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason
-from attn_compiler.spec import dims
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.codec import Codec, Coded
-from attn_compiler.spec.masks import Causal
 
 #: cuDNN needs every tensor to begin at a multiple of this many bytes, a power of two
 ALIGNMENT = 16
@@ -155,7 +154,7 @@ def parts(spec: AttentionSpec) -> Parts:
         return found
     # The tensor's mask may be proved and still be no part for cuDNN. The tensor holds the whole mask except the causal flag's.
     flagged = spec.mask.flagged
-    right = None if flagged is None else Band(right=0, from_end=_from_end(flagged, spec))
+    right = None if flagged is None else Band(right=0, from_end=mask_limits.bottom_right(spec))
     return Parts(band=right, bias=True)
 
 
@@ -188,7 +187,3 @@ def band_of(spec: AttentionSpec) -> Band:
     if left is not None and spec.seqlen_q - 1 + shift <= left:
         left = None
     return Band(left=left, right=right, from_end=found.from_end and shift != 0 and (left, right) != (None, None))
-
-
-def _from_end(kind: Causal, spec: AttentionSpec) -> bool:
-    return kind.alignment.value == "bottom_right" and not dims.same(spec.seqlen_q, spec.seqlen_kv)

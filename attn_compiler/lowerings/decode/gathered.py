@@ -266,9 +266,7 @@ class _Gathering:
     def _names(self, used: Iterable[Expr], indices: dict[str, fx.Node]) -> Names:
         queries, keys = part_tensors.lengths(self._emitter, self._spec, self._given)
         sizes = {SEQLEN_Q.name: queries, SEQLEN_KV.name: keys}
-        for name in sorted({name for x in used for name in reads.names_in(x)} & self._given.sizes.keys()):
-            place = self._given.sizes[name]
-            sizes[name] = place.node if place.axis is None else on_nodes.size_of(self._emitter, place.node, place.axis)
+        sizes |= part_tensors.sizes_in(self._emitter, self._given, used)
         return Names(device=self._device, indices=indices, sizes=sizes, tensors=self._given.loads)
 
     def _count(self, size: int | fx.Node, following: int) -> fx.Node:

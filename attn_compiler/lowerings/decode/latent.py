@@ -43,7 +43,11 @@ class DecodeLatent(ByParts):
             return refused
         refused += kernel_limits.check_site(spec, target, OF_LATENT)
         # Only a spec that is not refused has known parts.
-        return refused or [*_check_parts(spec), *_check_sizes(spec, spec.latent), *_check_layouts(spec.latent)]
+        return refused or [
+            *OF_LATENT.check_parts(spec, "no {} over a latent"),
+            *_check_sizes(spec, spec.latent),
+            *_check_layouts(spec.latent),
+        ]
 
     def demand(self, spec: AttentionSpec) -> LayoutDemand:
         """Demand no strides: the kernel reads neither k nor v, and q is computed again."""
@@ -86,13 +90,6 @@ def _times(emitter: Emitter, out: fx.Node, weight: fx.Node, dtype: torch.dtype) 
     both = latents.by_heads(emitter, emitter.call(torch.cat, [rounded, rest], 2), weight)
     halves = (emitter.call(torch.narrow, both, 2, first, queries) for first in (0, queries))
     return emitter.call(torch.add, *halves)
-
-
-def _check_parts(spec: AttentionSpec) -> list[Reason]:
-    return [
-        Reason(code=Code.MASK_KIND, rule=f"no {kind} over a latent", observed=spec.mask.words)
-        for kind in sorted(OF_LATENT.beyond(spec))
-    ]
 
 
 def _check_sizes(spec: AttentionSpec, latent: LatentSpec) -> list[Reason]:

@@ -26,7 +26,10 @@ def refused(spec: AttentionSpec, target: Target) -> list[Reason]:
         kernel_limits.check_gluon(target, ON_HOPPER, "decode_latent_sm90")
         or _check_sizes(spec, spec.latent)
         or takes.refused(ON_HOPPER, spec)
-        or [*_check_parts(spec), *_check_least_scale(spec)]
+        or [
+            *ON_HOPPER.check_parts(spec, "the mask is an interval of keys for each sequence, without {}"),
+            *_check_least_scale(spec),
+        ]
     )
 
 
@@ -43,14 +46,6 @@ def _check_sizes(spec: AttentionSpec, latent: LatentSpec) -> list[Reason]:
         observed = f"seqlen_q {spec.seqlen_q}"
         reasons += refuse(Code.LENGTHS, "one query: all rows use the same keys", observed)
     return reasons
-
-
-def _check_parts(spec: AttentionSpec) -> list[Reason]:
-    rule = "the mask is an interval of keys for each sequence"
-    return [
-        Reason(code=Code.MASK_KIND, rule=rule, observed=f"{kind}: {spec.mask.words}")
-        for kind in sorted(ON_HOPPER.beyond(spec))
-    ]
 
 
 def _check_least_scale(spec: AttentionSpec) -> list[Reason]:

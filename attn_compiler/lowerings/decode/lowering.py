@@ -45,7 +45,7 @@ class Decode(ByParts):
             *takes.refused(TAKES, spec),
             *_check_queries(spec),
             *_check_heads_known(spec),
-            *_check_parts(spec),
+            *TAKES.check_parts(spec, "no packed {}"),
         ]
 
     def demand(self, spec: AttentionSpec) -> LayoutDemand:
@@ -95,10 +95,3 @@ def _check_heads_known(spec: AttentionSpec) -> list[Reason]:
         return []
     observed = f"num_heads_q {spec.num_heads_q}, num_heads_kv {spec.num_heads_kv}"
     return refuse(Code.SYMBOLIC, "the numbers of heads are known", observed)
-
-
-def _check_parts(spec: AttentionSpec) -> list[Reason]:
-    return [
-        Reason(code=Code.MASK_KIND, rule=f"no packed {kind}", observed=spec.mask.words)
-        for kind in sorted(TAKES.beyond(spec))
-    ]

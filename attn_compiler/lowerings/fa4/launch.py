@@ -68,15 +68,11 @@ def why_not_compiled(call: Fa4Call) -> list[Reason]:
 
     Does nothing for a machine that is not this one: kernels are compiled where they run.
     """
-    if not _is_here(call):
+    here = Target.current("cuda")
+    if (here.flash_attn_4, here.sm) != (call.version, call.sm):
         return []
     found = _compiled(call, getattr(torch, call.spec.dtype))
     return [found] if isinstance(found, Reason) else []
-
-
-def _is_here(call: Fa4Call) -> bool:
-    here = Target.current("cuda")
-    return (here.flash_attn_4, here.sm) == (call.version, call.sm)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -292,18 +288,14 @@ def _softcap(settings: Settings, *, backward: bool) -> dict[str, Any]:
     """Return the softcap's functions, the same objects in every call: flash_attn hashes the source of new ones."""
     if settings.softcap is None:
         return {}
-    mods = {"score_mod": _softcap_mod(settings.softcap)}
-    return mods | {"score_mod_bwd": _softcap_mod_backward(settings.softcap)} if backward else mods
+    mods = {"score_mod": _softcap_mod(settings.softcap, "create_softcap_scoremod")}
+    of_backward = {"score_mod_bwd": _softcap_mod(settings.softcap, "create_softcap_scoremod_bwd")} if backward else {}
+    return mods | of_backward
 
 
 @functools.cache
-def _softcap_mod(cap: float) -> Any:
-    return _flash().utils.create_softcap_scoremod(cap)
-
-
-@functools.cache
-def _softcap_mod_backward(cap: float) -> Any:
-    return _flash().utils.create_softcap_scoremod_bwd(cap)
+def _softcap_mod(cap: float, maker: str) -> Any:
+    return getattr(_flash().utils, maker)(cap)
 
 
 def _empty(shape: Shape, like: Tensor) -> Tensor:

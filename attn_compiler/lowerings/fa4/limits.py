@@ -24,9 +24,7 @@ _GRADIENT_MULTIPLE = 32
 def check_fa4(spec: AttentionSpec, target: Target) -> list[Reason]:
     """Return every reason against the spec on that machine, except those that only a compiler finds."""
     machine = check_machine(target) or limits.check_device(spec, target.device)
-    if machine:
-        return machine
-    return [
+    return machine or [
         *takes.refused(TAKES, spec),
         *offset_limits.check_spans(spec),
         *_check_mask(spec),

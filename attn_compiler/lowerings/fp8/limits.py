@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from attn_compiler.lowerings.fp8 import VECTOR
-from attn_compiler.lowerings.shared.limits.common import check_lse_unread
+from attn_compiler.lowerings.shared.limits.common import check_lse
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason, refuse
 from attn_compiler.spec.attention import AttentionSpec
@@ -19,7 +19,7 @@ def check_recipe(spec: AttentionSpec, *, has_backward: bool = False) -> list[Rea
         remedy = "compile with options={'fp8_recipe': attn_compiler.Fp8Recipe()}"
         return refuse(Code.FP8_NOT_ASKED, "FP8 is used where a recipe asks for it", "no recipe for this site", remedy)
     # Rounding to FP8 changes the logsumexp.
-    reasons = check_lse_unread(spec)
+    reasons = check_lse(spec, "unread")
     if not recipe.forward:
         remedy = "give Fp8Recipe(forward=True)"
         reasons += refuse(Code.FP8_RECIPE, "the recipe asks for a forward in FP8", "forward=False", remedy)

@@ -26,9 +26,7 @@ _VECTOR = 16
 def check_hopper(spec: AttentionSpec, target: Target) -> list[Reason]:
     """Return every reason against the spec on that machine."""
     machine = check_machine(target) or shared_limits.check_device(spec, target.device)
-    if machine:
-        return machine
-    return [
+    return machine or [
         *takes.refused(TAKES, spec),
         *kernel_limits.check_site(spec, target),
         *_check_added(spec),

@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from attn_compiler.index_expr.on_nodes import size_of
 from attn_compiler.lowerings.base import Anywhere, Emitter, Operands, first_two
 from attn_compiler.lowerings.graph_ops.merging import as_part
 from attn_compiler.lowerings.plain.takes import MATH
@@ -104,17 +105,16 @@ def _masked(emitter: Emitter, spec: AttentionSpec, scores: fx.Node, mask: fx.Nod
 def _weights(emitter: Emitter, spec: AttentionSpec, scores: fx.Node, sinks: fx.Node | None) -> fx.Node:
     """Return the softmax over keys and sinks, without the sink's column. 0 in a row without any allowed key."""
     if sinks is None:
-        if not _can_empty_a_row(spec):
-            return emitter.call(torch.softmax, scores, -1)
-        return emitter.call(aten._safe_softmax.default, scores, -1)
+        softmax = aten._safe_softmax.default if _can_empty_a_row(spec) else torch.softmax
+        return emitter.call(softmax, scores, -1)
     weights = emitter.call(torch.softmax, _with_sinks(emitter, scores, sinks), -1)
-    return emitter.call(aten.slice.Tensor, weights, -1, 0, unused.size(emitter, scores, 3))
+    return emitter.call(aten.slice.Tensor, weights, -1, 0, size_of(emitter, scores, 3))
 
 
 def _with_sinks(emitter: Emitter, scores: fx.Node, sinks: fx.Node | None) -> fx.Node:
     if sinks is None:
         return scores
-    batch, seqlen_q = (unused.size(emitter, scores, axis) for axis in (0, 2))
+    batch, seqlen_q = (size_of(emitter, scores, axis) for axis in (0, 2))
     column = emitter.call(torch.Tensor.to, sinks, emitter.value(scores).dtype)
     for axis in (0, 2, 3):
         column = emitter.call(torch.unsqueeze, column, axis)

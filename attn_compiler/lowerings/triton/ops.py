@@ -6,7 +6,7 @@ or a fake needs none.
 
 from __future__ import annotations
 
-from attn_compiler.lowerings.shared.ops.leaf_ops import late, register_family, register_part
+from attn_compiler.lowerings.shared.ops.leaf_ops import late, register_family
 from attn_compiler.lowerings.shared.parts import site_parts as parts
 
 register_family(
@@ -15,10 +15,5 @@ register_family(
     backward=late("triton.launch", "gradients", site="BackwardSite", notes=True),
     differentiable=parts.differentiable,
     dispatch_key="CompositeExplicitAutograd",
-)
-register_part(
-    "triton",
-    forward=late("triton.launch", "forward", site="ForwardSite", notes=True),
-    differentiable=parts.differentiable,
-    dispatch_key="CompositeExplicitAutograd",
+    has_part=True,
 )

@@ -15,7 +15,7 @@ lowerings/shared/parts/unused.py _diagonal; math: a query does not see itself
 
 math: the sink is kept
 lowerings/plain/plain_math.py _weights; math: the first key is dropped for the sink
-- emitter.call(aten.slice.Tensor, weights, -1, 0, unused.size(emitter, scores, 3))
+- emitter.call(aten.slice.Tensor, weights, -1, 0, size_of(emitter, scores, 3))
 + emitter.call(aten.slice.Tensor, weights, -1, 1, 9223372036854775807)
 
 math: no sink

@@ -249,5 +249,5 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
 
 
 def forget() -> None:
-    for name in ("_compiled", "_prepared", "_softcap_mod", "_softcap_mod_backward"):
+    for name in ("_compiled", "_prepared", "_softcap_mod"):
         getattr(launch, name).cache_clear()

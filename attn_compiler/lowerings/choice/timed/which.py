@@ -71,7 +71,8 @@ def _why_not_values(spec: AttentionSpec) -> str | None:
         if hasattr(kind, "requires_grad")
     ):
         return "a table has a gradient, which another kernel may compute"
-    if bytes_of(spec) > _MOST_BYTES or _pairs(spec) > _MOST_PAIRS:
+    pairs = _product((spec.batch, spec.seqlen_q, spec.seqlen_kv)) if spec.added_tensor else 0
+    if bytes_of(spec) > _MOST_BYTES or pairs > _MOST_PAIRS:
         return "it takes much memory"
     return None
 
@@ -94,10 +95,6 @@ def _work(spec: AttentionSpec) -> float:
     pairs = _product((spec.batch, spec.num_heads_q, spec.seqlen_q, spec.seqlen_kv))
     widths = _number(spec.head_dim_qk) + _number(spec.head_dim_v)
     return 2.0 * pairs * widths * (3.5 if spec.needs_grad else 1.0)
-
-
-def _pairs(spec: AttentionSpec) -> int:
-    return _product((spec.batch, spec.seqlen_q, spec.seqlen_kv)) if spec.added_tensor else 0
 
 
 def bytes_of(spec: AttentionSpec) -> int:

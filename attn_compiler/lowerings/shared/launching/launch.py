@@ -81,21 +81,13 @@ class ReadyKernel:
             values = first.copy()
             for position, tensor in where:
                 values[position] = addresses[tensor]
-            start(compiled, grid, device, values)
-
-        def make_and_launch_again(tensors: list[torch.Tensor], addresses: list[int]) -> None:
-            values = first.copy()
-            for position, tensor in where:
-                values[position] = addresses[tensor]
             for position, tensor, make in made:
                 values[position] = make(tensors[tensor])
             start(compiled, grid, device, values)
 
-        return (
-            make_and_launch_again
-            if made
-            else driver_launch.bound(compiled, grid, device, first, where, len(index), launch_again)
-        )
+        if made:
+            return launch_again
+        return driver_launch.bound(compiled, grid, device, first, where, len(index), launch_again)
 
 
 def _again(first: Any, make: Make) -> Make:
@@ -262,15 +254,13 @@ def start(compiled: Any, grid: Grid, device: int | None, values: Sequence[Any]) 
             compiled[grid](*values)
         return
     stream = triton.runtime.driver.active.get_current_stream(device)
-    if compiled.metadata.global_scratch_size:
-        # The same as `_scratch`, whose context manager takes the host another microsecond.
-        before = _allocator.set(_on_current_device)
-        try:
-            compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *values)
-        finally:
-            _allocator.reset(before)
-    else:
+    # The same as `_scratch`, whose context manager takes the host another microsecond.
+    before = _allocator.set(_on_current_device) if compiled.metadata.global_scratch_size else None
+    try:
         compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *values)
+    finally:
+        if before is not None:
+            _allocator.reset(before)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from attn_compiler.lowerings.base import UNTOUCHED
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.decisions import Reason, refuse
 from attn_compiler.spec import dims
-from attn_compiler.spec.attention import AttentionSpec, Dim
+from attn_compiler.spec.attention import AttentionSpec, Dim, LseUse
 from attn_compiler.spec.dtypes import FULL
 from attn_compiler.spec.scores import ScoreChange, Softcap
 from attn_compiler.spec.target import Target
@@ -206,17 +206,12 @@ def check_weights_unread(spec: AttentionSpec) -> list[Reason]:
     return refuse(Code.WEIGHTS_READ, "the attention weights have no other reader", "they are returned", remedy)
 
 
-def check_lse_unread(spec: AttentionSpec) -> list[Reason]:
-    if spec.lse == "unread":
+def check_lse(spec: AttentionSpec, most: LseUse) -> list[Reason]:
+    """Refuse more than `most` that a site does with its logsumexp."""
+    if spec.lse in ("unread", most) or most not in ("unread", "read"):
         return []
-    rule = "nothing reads the logsumexp of the scores"
-    return refuse(Code.LSE_READ, rule, f"it is {spec.lse}")
-
-
-def check_lse_undifferentiated(spec: AttentionSpec) -> list[Reason]:
-    if spec.lse in ("unread", "read"):
-        return []
-    rule = "the logsumexp of the scores has no gradient"
+    is_read = "nothing reads the logsumexp of the scores"
+    rule = is_read if most == "unread" else "the logsumexp of the scores has no gradient"
     return refuse(Code.LSE_READ, rule, f"it is {spec.lse}")
 
 

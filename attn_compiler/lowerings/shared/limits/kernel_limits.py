@@ -71,9 +71,7 @@ def check_site(spec: AttentionSpec, target: Target, takes: Takes = TAKES) -> lis
     The reasons of a machine that can't run them stand alone.
     """
     machine = check_machine(target) or limits.check_device(spec, target.device)
-    if machine:
-        return machine
-    return [
+    return machine or [
         *refused(takes, spec),
         *_check_interpreter(spec, target),
         *_check_wide(spec, target),

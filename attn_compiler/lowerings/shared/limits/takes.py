@@ -80,6 +80,11 @@ class Takes:
         """Return the parts of a site that it does not take."""
         return parts.parts(spec).kinds - self.parts
 
+    def check_parts(self, spec: AttentionSpec, rule: str) -> list[Reason]:
+        """Refuse each of those parts. rule: with {} in place of its name."""
+        kinds = sorted(self.beyond(spec))
+        return [Reason(code=Code.MASK_KIND, rule=rule.format(kind), observed=spec.mask.words) for kind in kinds]
+
 
 #: half precision in PyTorch's own kernels, which several families call
 PYTORCH_HALF = ("float16", "bfloat16")
@@ -104,7 +109,7 @@ def refused(takes: Takes, spec: AttentionSpec) -> list[Reason]:
     return [
         *_check_changes(takes, spec),
         *limits.check_weights_unread(spec),
-        *_check_lse(takes, spec),
+        *limits.check_lse(spec, takes.lse),
         *_check_scale(takes, spec),
         *mask_limits.check_masks(spec),
         *(() if takes.float64_softmax else limits.check_softmax_dtype(spec)),
@@ -118,12 +123,6 @@ def refused(takes: Takes, spec: AttentionSpec) -> list[Reason]:
         *(() if takes.symbolic_sizes else _check_known_sizes(spec)),
         *_check_tensors(takes, spec),
     ]
-
-
-def _check_lse(takes: Takes, spec: AttentionSpec) -> list[Reason]:
-    if takes.lse == "unread":
-        return limits.check_lse_unread(spec)
-    return limits.check_lse_undifferentiated(spec) if takes.lse == "read" else []
 
 
 def _check_changes(takes: Takes, spec: AttentionSpec) -> list[Reason]:

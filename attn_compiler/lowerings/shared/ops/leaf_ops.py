@@ -18,6 +18,7 @@ Ops take their inputs in the strides that the graph gives them (needs_exact_stri
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -86,50 +87,33 @@ def register_family(
     gradient: OfTensor = empty_gradient,
     prepare_grad_out: OfTensor = as_it_is,
     in_graph: InGraph = _nothing,
+    has_part: bool = False,
 ) -> None:
     """Define the leaf op `name` and its backward. Does nothing if they exist: a reloaded module keeps the first ones.
 
     forward, backward: implementations under the schemas above. differentiable(operands, text): which operands get a gradient.
     dispatch_key: "CompositeExplicitAutograd" for any device, or that of one ("CUDA"). gradient(tensor): an unfilled gradient of q, k or
     v. prepare_grad_out: sets the strides of grad_out; traced, in front of the backward. in_graph(grad_out, out, lse, operands, text):
-    traced too: the gradients of those operands that ordinary nodes compute best; None for all others.
+    traced too: the gradients of those operands that ordinary nodes compute best; None for all others. has_part: define the op for sites
+    that are merged, too, whose gradient of the lse is minus delta.
     """
     if hasattr(getattr(torch.ops, NAMESPACE), name):
         return
-    for op in (name, name + _WITHOUT_AUTOGRAD):
+    with_autograd = (name, name + PART) if has_part else (name,)
+    for op in (*with_autograd, name + _WITHOUT_AUTOGRAD):
         define(op, LEAF_SCHEMA, forward, dispatch_key)
         register_fake(op, fake_forward)
     register_backward(
         name, backward=backward, differentiable=differentiable, dispatch_key=dispatch_key, gradient=gradient
     )
-    torch.library.register_autograd(
-        f"{NAMESPACE}::{name}",
-        _autograd_backward(f"{name}_backward", differentiable, prepare_grad_out, in_graph),
-        setup_context=_setup_context,
-        lib=LIBRARY,
-    )
-
-
-def register_part(
-    name: str,
-    *,
-    forward: Forward,
-    differentiable: Differentiable,
-    dispatch_key: str,
-    prepare_grad_out: OfTensor = as_it_is,
-) -> None:
-    """Define the leaf op of a registered family for sites that are merged. As `register_family`."""
-    op = name + PART
-    if hasattr(getattr(torch.ops, NAMESPACE), op):
-        return
-    define(op, LEAF_SCHEMA, forward, dispatch_key)
-    register_fake(op, fake_forward)
-    torch.library.register_autograd(
-        f"{NAMESPACE}::{op}",
-        _part_backward(f"{name}_backward", differentiable, prepare_grad_out),
-        setup_context=_setup_part,
-        lib=LIBRARY,
-    )
+    for op in with_autograd:
+        is_part = op != name
+        torch.library.register_autograd(
+            f"{NAMESPACE}::{op}",
+            _autograd_backward(f"{name}_backward", differentiable, prepare_grad_out, in_graph, is_part=is_part),
+            setup_context=functools.partial(_setup_context, is_part=is_part),
+            lib=LIBRARY,
+        )
 
 
 def leaf_op(name: str, spec: AttentionSpec) -> Any:
@@ -227,45 +211,27 @@ def _fake_backward(differentiable: Differentiable, gradient: OfTensor) -> Backwa
     return fake
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _setup_context(
+    ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor], *, is_part: bool
+) -> None:
     q, k, v, operands, ctx.spec = inputs
-    ctx.save_for_backward(q, k, v, *output, *operands)
+    ctx.save_for_backward(q, k, v, *output[int(is_part) :], *operands)
 
 
 def _autograd_backward(
-    op: str, differentiable: Differentiable, prepare_grad_out: OfTensor, in_graph: InGraph
+    op: str, differentiable: Differentiable, prepare_grad_out: OfTensor, in_graph: InGraph, *, is_part: bool
 ) -> Callable[..., tuple[Any, ...]]:
     def backward(ctx: Any, grad_out: torch.Tensor, grad_lse: torch.Tensor) -> tuple[Any, ...]:
-        q, k, v, out, lse, *operands = ctx.saved_tensors
-        leaf = getattr(getattr(torch.ops, NAMESPACE), op).default
         grad_out = prepare_grad_out(grad_out)
+        q, k, v, *kept = ctx.saved_tensors
+        out, lse, *operands = (out_for_minus_delta(grad_out), *kept) if is_part else kept
+        leaf = getattr(getattr(torch.ops, NAMESPACE), op).default
         *grads, grad_operands = leaf(grad_out, grad_lse, q, k, v, operands, out, lse, ctx.spec)
         found = iter(grad_operands)
         wanted = differentiable(operands, ctx.spec)
         by_nodes = in_graph(grad_out, out, lse, operands, ctx.spec)
         pairs = zip(wanted, by_nodes, strict=True)
         return *grads, [next(found) if is_wanted else by_node for is_wanted, by_node in pairs], None
-
-    return backward
-
-
-def _setup_part(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, operands, ctx.spec = inputs
-    ctx.save_for_backward(q, k, v, output[1], *operands)
-
-
-def _part_backward(
-    op: str, differentiable: Differentiable, prepare_grad_out: OfTensor
-) -> Callable[..., tuple[Any, ...]]:
-    def backward(ctx: Any, grad_out: torch.Tensor, minus_delta: torch.Tensor) -> tuple[Any, ...]:
-        q, k, v, lse, *operands = ctx.saved_tensors
-        leaf = getattr(getattr(torch.ops, NAMESPACE), op).default
-        grad_out = prepare_grad_out(grad_out)
-        out = out_for_minus_delta(grad_out)
-        *grads, grad_operands = leaf(grad_out, minus_delta, q, k, v, operands, out, lse, ctx.spec)
-        found = iter(grad_operands)
-        wanted = differentiable(operands, ctx.spec)
-        return *grads, [next(found) if is_wanted else None for is_wanted in wanted], None
 
     return backward
 

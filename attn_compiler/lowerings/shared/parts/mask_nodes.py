@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable
 import torch
 from torch import fx
 
+from attn_compiler.index_expr.on_nodes import size_of
 from attn_compiler.lowerings.base import Emitter
 
 # The memory-efficient kernel loads the bias in vectors of 8: every stride but the last is a multiple of it.
@@ -46,7 +47,7 @@ def for_efficient(emitter: Emitter, bias: fx.Node, q: fx.Node, k: fx.Node) -> fx
         )
     # An axis that has its size keeps it: naming the size again would equate two symbols.
     shape = emitter.value(bias).shape
-    sizes = [_size(emitter, q, axis) if _is_one(shape[axis]) else -1 for axis in range(3)]
+    sizes = [size_of(emitter, q, axis) if _is_one(shape[axis]) else -1 for axis in range(3)]
     return emitter.call(torch.ops.aten.expand.default, bias, [*sizes, -1])
 
 
@@ -81,14 +82,14 @@ def _once_each(emitter: Emitter, bias: fx.Node, shared: Iterable[int]) -> fx.Nod
 def _with_aligned_rows(emitter: Emitter, bias: fx.Node, alignment: int) -> fx.Node:
     """Return a copy whose rows are a multiple of the alignment apart. It is not made by padding: that op takes no symbolic size, and a
     symbolic number of columns that may be 1 is guarded on."""
-    *rows, keys = (_size(emitter, bias, axis) for axis in range(4))
+    *rows, keys = (size_of(emitter, bias, axis) for axis in range(4))
     zeros = emitter.call(torch.ops.aten.new_zeros.default, bias, [*rows, _aligned(emitter, keys, alignment)])
     filled = emitter.call(torch.ops.aten.slice_scatter.default, zeros, bias, 3, 0, keys)
     return emitter.call(torch.ops.aten.slice.Tensor, filled, 3, 0, keys)
 
 
 def _with_all_keys(emitter: Emitter, bias: fx.Node, k: fx.Node) -> fx.Node:
-    keys = _size(emitter, k, 2)
+    keys = size_of(emitter, k, 2)
     if not _is_one(emitter.value(bias).shape[3]) or keys == 1:
         return bias
     return emitter.call(torch.ops.aten.expand.default, bias, [-1, -1, -1, keys])
@@ -110,8 +111,3 @@ def _aligned(emitter: Emitter, size: Size, alignment: int) -> Size:
         return (size // alignment + 1) * alignment
     blocks = emitter.call(operator.floordiv, size, alignment)
     return emitter.call(operator.mul, emitter.call(operator.add, blocks, 1), alignment)
-
-
-def _size(emitter: Emitter, node: fx.Node, axis: int) -> Size:
-    size = emitter.value(node).shape[axis]
-    return size if isinstance(size, int) else emitter.call(torch.ops.aten.sym_size.int, node, axis)

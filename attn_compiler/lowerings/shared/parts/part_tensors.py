@@ -53,6 +53,13 @@ def emit_parts(emitter: Emitter, spec: AttentionSpec, operands: Operands, parts:
     return _Made(emitter, spec, operands).all_of_parts(parts)
 
 
+def sizes_in(emitter: Emitter, operands: Operands, used: Iterable[Expr]) -> dict[str, Size]:
+    """Return nodes of the symbolic sizes that expressions name."""
+    given = operands.sizes
+    names = {name for x in used for name in ix.sizes(x)} & given.keys()
+    return {name: on_nodes.size_of(emitter, given[name].node, given[name].axis) for name in sorted(names)}
+
+
 def lengths(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> tuple[Size, Size]:
     """Return the lengths of queries and of keys: numbers, or the nodes that the tensors here are made with."""
     made = _Made(emitter, spec, operands)
@@ -100,7 +107,7 @@ class _Made:
         if parts.rows is not None:
             made["rows"] = self._rows(parts.rows)
         if parts.keys is not None:
-            made["keys"] = self._of_keys("keys", parts.keys, torch.bool)
+            made["keys"] = self._of_axis("keys", parts.keys, torch.bool)
         if parts.keys_given:
             made["keys"] = self._given_keys()
         if parts.documents is not None:
@@ -137,14 +144,15 @@ class _Made:
 
         return self._once("rows", (lower, upper), self.given.loads, make)
 
-    def _of_keys(self, name: str, x: Expr, dtype: torch.dtype) -> fx.Node:
-        """Evaluate an expression over (b, k): (B|1, Skv), contiguous."""
+    def _of_axis(self, name: str, x: Expr, dtype: torch.dtype, axis: str = "k") -> fx.Node:
+        """Evaluate an expression over (b, axis), for keys or queries: (B|1, Skv) or (B|1, Sq), contiguous."""
+        length = self.seqlen_kv if axis == "k" else self.seqlen_q
 
         def make() -> fx.Node:
-            names = self._names({"k": self._along(self.seqlen_kv, 0)}, (x,), self.given.loads)
+            names = self._names({axis: self._along(length, 0)}, (x,), self.given.loads)
             value = on_nodes.emit(self.emitter, x, names)
             batch = self._batch if ix.mentions(x, B) else 1
-            return self._packed(self._expanded(value, batch, self.seqlen_kv), dtype)
+            return self._packed(self._expanded(value, batch, length), dtype)
 
         return self._once(name, (x,), self.given.loads, make)
 
@@ -155,13 +163,13 @@ class _Made:
         """
         of_query = ix.substitute(of_key, Index("k"), Index("q"))
         if self._fits(of_key):
-            queries = self._of_queries(of_query, torch.int32)
-            return queries, self._of_keys("documents", of_key, torch.int32)
+            queries = self._of_axis("queries", of_query, torch.int32, "q")
+            return queries, self._of_axis("documents", of_key, torch.int32)
         is_same = self.seqlen_q is self.seqlen_kv or self.seqlen_q == self.seqlen_kv
 
         def made() -> fx.Node:
-            keys = None if is_same else self._of_keys("document numbers", of_key, torch.int64)
-            return self._call(documents.OP, self._of_queries(of_query, torch.int64), keys)
+            keys = None if is_same else self._of_axis("document numbers", of_key, torch.int64)
+            return self._call(documents.OP, self._of_axis("query numbers", of_query, torch.int64, "q"), keys)
 
         numbered = self._once("document numbers of both", (of_key,), self.given.loads, made)
 
@@ -169,17 +177,6 @@ class _Made:
             return self._once(f"documents {at}", (numbered,), {}, lambda: self._call(operator.getitem, numbered, at))
 
         return part(0), part(0 if is_same else 1)
-
-    def _of_queries(self, x: Expr, dtype: torch.dtype) -> fx.Node:
-        """Evaluate an expression over (b, q): (B|1, Sq), contiguous."""
-
-        def make() -> fx.Node:
-            names = self._names({"q": self._along(self.seqlen_q, 0)}, (x,), self.given.loads)
-            batch = self._batch if ix.mentions(x, B) else 1
-            value = on_nodes.emit(self.emitter, x, names)
-            return self._packed(self._expanded(value, batch, self.seqlen_q), dtype)
-
-        return self._once(f"queries {dtype}", (x,), self.given.loads, make)
 
     def _fits(self, x: Expr) -> bool:
         """Return whether a whole number fits into int32: a truth value, or read from a tensor of at most that width."""
@@ -327,16 +324,9 @@ class _Made:
         if "b" not in found and any(ix.mentions(x, B) for x in used):
             found["b"] = self._along(self._batch, 1)
         sizes = {SEQLEN_Q.name: self.seqlen_q, SEQLEN_KV.name: self.seqlen_kv}
-        for name in sorted({name for x in used for name in reads.names_in(x)} & self.given.sizes.keys()):
-            sizes[name] = self._given_size(name)
+        sizes |= sizes_in(self.emitter, self.given, used)
         learned = torch.ops.attn_compiler.gathered.default if self.spec.needs_grad else aten.index.Tensor
         return Names(device=self._device, indices=found, sizes=sizes, tensors=loads, learned=learned)
-
-    def _given_size(self, name: str) -> fx.Node:
-        place = self.given.sizes[name]
-        if place.axis is None:
-            return place.node
-        return self._call(aten.sym_size.int, place.node, place.axis)
 
     def _along(self, size: Size, following: int) -> fx.Node:
         """Return int64 0, 1, … up to a size, with axes of size one after it."""

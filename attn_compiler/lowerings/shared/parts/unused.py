@@ -12,12 +12,11 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
+from attn_compiler.index_expr.on_nodes import size_of
 from attn_compiler.lowerings.base import Emitter, Operands
 from attn_compiler.spec import dims
 from attn_compiler.spec.attention import AttentionSpec, TensorSpec
 from attn_compiler.spec.masks import Alignment, Causal
-
-aten = torch.ops.aten
 
 
 def cleared(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> Operands:
@@ -65,13 +64,9 @@ def _of_one_head(tensor: TensorSpec) -> TensorSpec:
 
 def diagonal(emitter: Emitter, kind: Causal, scores: fx.Node) -> fx.Node:
     """Return (Sq, Skv), True where key k is allowed for query q. It is computed where it is used, never stored."""
-    return _diagonal(emitter, kind, size(emitter, scores, 2), size(emitter, scores, 3), emitter.value(scores).device)
-
-
-def size(emitter: Emitter, node: fx.Node, axis: int) -> int | fx.Node:
-    """Return the size of an axis: a number, or the node of it."""
-    found = emitter.value(node).shape[axis]
-    return found if isinstance(found, int) else emitter.call(aten.sym_size.int, node, axis)
+    return _diagonal(
+        emitter, kind, size_of(emitter, scores, 2), size_of(emitter, scores, 3), emitter.value(scores).device
+    )
 
 
 def _diagonal(
@@ -119,7 +114,7 @@ def _conditions(emitter: Emitter, spec: AttentionSpec, operands: Operands) -> It
         truth = operands.mask if is_bool else emitter.call(torch.ne, operands.mask, -torch.inf)
         yield truth if emitter.value(truth).dim() > 1 else emitter.call(torch.unsqueeze, truth, 0)
     if spec.mask.flagged is not None:
-        queries, keys = size(emitter, operands.q, 2), size(emitter, operands.k, 2)
+        queries, keys = size_of(emitter, operands.q, 2), size_of(emitter, operands.k, 2)
         yield _diagonal(emitter, spec.mask.flagged, queries, keys, emitter.value(operands.q).device)
 
 
