@@ -160,9 +160,10 @@ def test_any_blocks(queries: int, stages: int, in_order: bool, monkeypatch: pyte
     kernel_problems.assert_within_rule(problems.results(problem, in_order=in_order), problem)
 
 
-def test_keys_that_nobody_uses_may_hold_nan() -> None:
-    """The problem has NaN there. The kernel raises its flag, and the Triton family computes all gradients again."""
-    problem = problems.build(Case(name="hopper marked", keys="left", **_EVEN, **_CAUSAL))
+@pytest.mark.parametrize("head_dim", [16, 264])
+def test_keys_that_nobody_uses_may_hold_nan(head_dim: int) -> None:
+    """The problem has NaN there. The kernels raise their flag, and the Triton family computes all gradients again."""
+    problem = problems.build(Case(name=f"marked {head_dim}", keys="left", head_dim=head_dim, **_EVEN, **_CAUSAL))
     assert problem.k.isnan().any()
     got = problems.results(problem)
     kernel_problems.assert_within_rule(got, problem)
@@ -242,6 +243,8 @@ def test_blocks_are_those_of_the_head_dim() -> None:
         Case(name="window", band=Band(left=40, right=0), heads_q=4, heads_kv=2),
         Case(name="padded window, sinks", keys="left", band=Band(left=40, right=0), sinks=True),
         Case(name="softcap, 128", softcap=5.0, head_dim=128, **_CAUSAL),
+        Case(name="wide", head_dim=264, **_CAUSAL),
+        Case(name="wide, padding left", keys="left", head_dim=264, **_CAUSAL),
     ],
     ids=lambda case: case.name,
 )

@@ -87,13 +87,18 @@ def test_a_learned_bias_and_its_gradients(head_dim: int, hopper: Target) -> None
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_long_sequences_in_float16(head_dim: int, hopper: Target) -> None:
-    sizes: Any = {"batch": 3, "heads_q": 8, "heads_kv": 2, "seqlen_q": 4500, "seqlen_kv": 4500, "needs_grad": False}
-    for case in CASES[:2]:
-        _results(
-            dataclasses.replace(case, name=f"{case.name} {head_dim}", head_dim=head_dim, **sizes), hopper, torch.float16
-        )
+@pytest.mark.parametrize(
+    ("head_dim", "length", "needs_grad"),
+    [
+        *((head_dim, 4500, False) for head_dim in (64, 128, 256)),
+        *((head_dim, 3100, True) for head_dim in (64, 128, 384)),
+    ],
+)
+def test_long_sequences_in_float16(head_dim: int, length: int, needs_grad: bool, hopper: Target) -> None:
+    sizes: Any = {"batch": 3, "heads_q": 8, "heads_kv": 2, "seqlen_q": length, "seqlen_kv": length}
+    for case in (GRADIENT_CASES if needs_grad else CASES)[:2]:
+        further = {"name": f"{case.name} {head_dim}", "head_dim": head_dim, "needs_grad": needs_grad}
+        _results(dataclasses.replace(case, **sizes, **further), hopper, torch.float16)
 
 
 @pytest.mark.gpu
@@ -129,24 +134,14 @@ def test_gradients_by_their_definition(case: Case, hopper: Target) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", WIDE_GRADIENTS, ids=lambda case: case.name)
-def test_gradients_of_wide_heads_are_the_same_in_every_run(case: Case, hopper: Target) -> None:
-    problem = problems.build(case, dtype=torch.bfloat16, device="cuda", target=hopper)
-    first = problems.by_ops(problem)
+@pytest.mark.parametrize("case", [*WIDE_GRADIENTS, *GRADIENT_CASES], ids=lambda case: case.name)
+def test_gradients_are_the_same_in_every_run(case: Case, hopper: Target) -> None:
+    """Those of wide heads always, others in one order."""
+    problem, in_order = problems.build(case, dtype=torch.bfloat16, device="cuda", target=hopper), case in GRADIENT_CASES
+    first = problems.by_ops(problem, in_order=in_order)
     kernel_problems.assert_within_rule(first, problem)
     for _ in range(_TIMES):
-        again = problems.by_ops(problem)
-        assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(first, again, strict=True))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", GRADIENT_CASES, ids=lambda case: case.name)
-def test_gradients_in_one_order_are_the_same_in_every_run(case: Case, hopper: Target) -> None:
-    problem = problems.build(case, dtype=torch.bfloat16, device="cuda", target=hopper)
-    first = problems.by_ops(problem, in_order=True)
-    kernel_problems.assert_within_rule(first, problem)
-    for _ in range(_TIMES):
-        again = problems.by_ops(problem, in_order=True)
+        again = problems.by_ops(problem, in_order=in_order)
         assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(first, again, strict=True))
 
 
@@ -220,16 +215,6 @@ def test_a_deterministic_session_has_the_same_bits_in_every_step(
         assert float((mine[-1:].double() - theirs).norm() / theirs.norm()) < 0.01
     torch.use_deterministic_algorithms(True)
     assert all(torch.equal(a, b) for a, b in zip(first, gradients(), strict=True))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("head_dim", [64, 128, 384])
-def test_gradients_of_long_sequences_in_float16(head_dim: int, hopper: Target) -> None:
-    sizes: Any = {"batch": 3, "heads_q": 8, "heads_kv": 2, "seqlen_q": 3100, "seqlen_kv": 3100}
-    for case in GRADIENT_CASES[:2]:
-        _results(
-            dataclasses.replace(case, name=f"{case.name} {head_dim}", head_dim=head_dim, **sizes), hopper, torch.float16
-        )
 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, padding: Tensor) -> Tensor:

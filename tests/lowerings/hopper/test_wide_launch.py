@@ -12,7 +12,7 @@ pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
 from attn_compiler.lowerings.hopper import backward_launch, plan, wide_launch
 from attn_compiler.lowerings.shared.parts.kernel_plan import Band
-from tests.lowerings import any_length, kernel_problems
+from tests.lowerings import kernel_problems
 from tests.lowerings.hopper import problems
 from tests.lowerings.kernel_cases import Case
 
@@ -102,15 +102,6 @@ def test_every_run_gives_the_same_bits(group: int) -> None:
         assert torch.equal(mine, other)
 
 
-def test_keys_that_nobody_uses_may_hold_nan() -> None:
-    """The kernels raise their flag, and the Triton family computes all gradients again."""
-    problem = problems.build(Case(name="wide marked", keys="left", **_WIDE, **_CAUSAL))
-    assert problem.k.isnan().any()
-    got = problems.results(problem)
-    kernel_problems.assert_within_rule(got, problem)
-    assert not any(x.isnan().any() for x in got)
-
-
 def test_without_lists_and_holes_no_kernel_is_started_for_nan() -> None:
     problem = problems.build(Case(name="wide diagonal", **_WIDE, **_CAUSAL))
     started: list[str] = []
@@ -124,14 +115,3 @@ def test_without_lists_and_holes_no_kernel_is_started_for_nan() -> None:
         backward_launch.gradients(out, lse, *read, out, lse, problem.text)
     passes = ["attention_grad_wide_sm90", "attention_grad_wide_sm90", "attention_grad_v_wide_sm90"]
     assert started == ["attention_before_backward", *passes, *["attention_sum_groups"] * 2]
-
-
-@pytest.mark.in_turns(2)
-@pytest.mark.parametrize("keys", [None, "left"])
-def test_one_text_serves_every_batch_and_length(keys: str | None) -> None:
-    def built(length: int) -> kernel_problems.Problem:
-        sizes: Any = {"seqlen_q": length, "seqlen_kv": length, "batch": 1 + length % 2, "head_dim": 264}
-        return problems.build(Case(name=f"wide any length {keys}", keys=keys, **sizes, **_CAUSAL))
-
-    for problem in any_length.at_each(built):
-        kernel_problems.assert_within_rule(problems.results(problem), problem)

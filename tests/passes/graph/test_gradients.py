@@ -14,6 +14,7 @@ from torch import Tensor
 from attn_compiler.passes.graph import gradient_runs, gradients, unit as units_of
 from attn_compiler.torch_private import tracing as torch_tracing
 from tests.passes.compiling import CPU_FLASH, Compiled, captured, compiled, mark, mirror_of
+from tests.passes.graph.test_saved import SHAPE, attend, learned
 
 # A gradient that the model stops must not come back through what is read from further up.
 B, H, HKV, S, D = 2, 4, 2, 6, 8
@@ -229,15 +230,6 @@ def test_known_stops_below_and_stopped_at() -> None:
 
 
 # What autograd saves of a few nodes.
-SHAPE = (2, 4, 6, 8)
-
-
-def learned(*shapes: tuple[int, ...]) -> list[Tensor]:
-    return [torch.randn(shape, requires_grad=True) for shape in shapes]
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return (q @ k.mT * 0.3).softmax(-1) @ v
 
 
 def saved_inputs(function: Callable[..., Any], *inputs: Tensor) -> set[str]:

@@ -271,6 +271,12 @@ def _cut(x: Tensor) -> Tensor:
     return (x.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
 
 
+def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    at = torch.arange(q.shape[2], device=q.device)
+    scores = (q.float() @ k.float().mT).where(at <= at[:, None], torch.finfo(torch.float32).min) / 4.0
+    return scores.softmax(-1).to(v.dtype) @ v
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [1.0, 4.0])
 def test_training_on_a_gpu(size: float, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,18 +284,13 @@ def test_training_on_a_gpu(size: float, monkeypatch: pytest.MonkeyPatch) -> None
     given = [x.detach().cuda().requires_grad_() for x in inputs(size=size)]
     upstream = torch.randn(given[2].shape, generator=torch.Generator().manual_seed(5)).cuda().bfloat16()
 
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        at = torch.arange(q.shape[2], device=q.device)
-        scores = (q.float() @ k.float().mT).where(at <= at[:, None], torch.finfo(torch.float32).min) / 4.0
-        return scores.softmax(-1).to(v.dtype) @ v
-
     def results(function: Callable[..., Tensor], tensors: list[Tensor]) -> list[Tensor]:
         out = function(*tensors)
         return [out, *torch.autograd.grad(out, tensors, upstream.to(out.dtype))]
 
-    exact = results(attention, [x.detach().double().requires_grad_() for x in given])
-    own = results(attention, given)
-    function = compiled(attention, strict=True, lowering="triton", inner="aot_eager")
+    exact = results(_causal, [x.detach().double().requires_grad_() for x in given])
+    own = results(_causal, given)
+    function = compiled(_causal, strict=True, lowering="triton", inner="aot_eager")
     found = results(function, given)
     assert function.site.spec.of_bfloat16
     far = {
@@ -308,15 +309,9 @@ def test_a_cpu_keeps_the_casts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_on_a_gpu(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        at = torch.arange(q.shape[2], device=q.device)
-        scores = (q.float() @ k.float().mT).where(at <= at[:, None], torch.finfo(torch.float32).min) / 4.0
-        return scores.softmax(-1).to(v.dtype) @ v
-
     given = [x.cuda() for x in inputs(dtype)]
-    exact, own = attention(*(x.double() for x in given)), attention(*given)
-    function = compiled(attention, strict=True, lowerings=["triton", "sdpa_efficient"])
+    exact, own = _causal(*(x.double() for x in given)), _causal(*given)
+    function = compiled(_causal, strict=True, lowerings=["triton", "sdpa_efficient"])
     found = function(*given)
     assert is_narrow(function)
     ours, theirs = ((x.double() - exact).square().mean().sqrt() for x in (found, own))

@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention import flex_attention as flex_module
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
 from attn_compiler.passes.graph import mirror
 from attn_compiler.passes.matching.patterns import softmax_chain, softmaxes
 from attn_compiler.passes.spelling import flex
 from tests.passes.compiling import Compiled, captured, compiled, mark
+from tests.passes.spelling.test_flex import check
 
 B, H, HKV, S, D = 2, 4, 2, 24, 16
 Function = Callable[..., Any]
-
-
-@pytest.fixture(autouse=True)
-def _unfused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Eager FlexAttention says that it is slow, and refuses what needs gradients on CPUs. With kernels of another kind it is trained."""
-    monkeypatch.setattr(flex_module, "_validate_device", lambda *_: None)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="flex_attention called without")
-        yield
+pytestmark = pytest.mark.usefixtures("unfused")
 
 
 def _causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -81,18 +72,7 @@ def _inputs(*, dtype: torch.dtype = torch.float32, grad: bool = False, length: i
 
 
 def _check(function: Function, like: Function, inputs: list[Tensor], **options: Any) -> Compiled:
-    run = compiled(function, **{"lowerings": ["reference"], **options})
-    got = run(*inputs)
-    wanted = function(*(x.detach() for x in inputs))
-    assert (got.stride(), got.dtype) == (wanted.stride(), wanted.dtype)
-    right = like(*(x.double() for x in inputs))
-    torch.testing.assert_close(got.double(), right, atol=3e-6, rtol=3e-5)
-    leaves = [x for x in inputs if x.requires_grad]
-    if leaves:
-        pairs = zip(*(torch.autograd.grad(x.sin().sum(), leaves) for x in (got, right)), strict=True)
-        for mine, wanted in pairs:
-            torch.testing.assert_close(mine, wanted, atol=2e-5, rtol=1e-4)
-    return run
+    return check(function, inputs, like=like, **{"lowerings": ["reference"], **options})
 
 
 def _is_lowered(run: Compiled) -> bool:

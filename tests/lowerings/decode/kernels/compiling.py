@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Mapping
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile as compile_kernel
+from triton.compiler import ASTSource
 
 from attn_compiler.lowerings.decode import launch, replaying, schedule as decode_schedule
-from attn_compiler.lowerings.shared.limits.triton_releases import FUSION
 from attn_compiler.spec.target import Target
 from tests.lowerings.decode.problems import Case, build, results
-from tests.lowerings.triton.kernels.compiling import POINTERS, resources
+from tests.lowerings.triton.kernels.compiling import POINTERS, compiled_for, resources, say
 
 _SIZES: Any = {"batch": 2, "heads_q": 8, "heads_kv": 2, "seqlen_kv": 512}
 _SHAPES = (
@@ -82,7 +77,7 @@ def run(job: tuple[str, int]) -> Found:
         results(problem)
     options = {"num_warps": schedule.warps, "num_stages": schedule.stages}
     source = source_of(launch.attention_decode, values)
-    compiled = compile_kernel(source, target=GPUTarget("cuda", sm, 32), options={**options, **FUSION})
+    compiled = compiled_for(source, options, sm)
     registers, spilled = resources(compiled.asm["cubin"])
     ptx = compiled.asm["ptx"]
     return Found(
@@ -113,11 +108,5 @@ def source_of(function: Any, values: Mapping[str, Any], kind: type[ASTSource] = 
     return kind(fn=function, signature=signature, constexprs=constants, attrs=attributes)
 
 
-def main() -> None:
-    with ProcessPoolExecutor(max_workers=2) as pool:
-        found = [asdict(found) for found in pool.map(run, JOBS)]
-    json.dump(found, sys.stdout)
-
-
 if __name__ == "__main__":
-    main()
+    say(run, JOBS)

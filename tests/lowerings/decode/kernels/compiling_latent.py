@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile as compile_kernel
+from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from attn_compiler.lowerings.decode import latent_schedule, replaying
-from attn_compiler.lowerings.shared.limits.triton_releases import FUSION
 from attn_compiler.spec.target import Target
 from tests.lowerings.decode.kernels.compiling import source_of
 from tests.lowerings.decode.latent_problems import of_latent, results
 from tests.lowerings.decode.problems import Case
-from tests.lowerings.triton.kernels.compiling import resources, said_of
+from tests.lowerings.triton.kernels.compiling import compiled_for, resources, said_of, say
 
 #: (heads, rank, dims beside it, sm)
 JOBS = (
@@ -68,9 +63,7 @@ def run(job: tuple[int, int, int, int]) -> list[Found]:
     found = []
     for kernel, values, options in launched:
         kind = GluonASTSource if kernel.is_gluon() else ASTSource
-        compiled = compile_kernel(
-            source_of(kernel, values, kind), target=GPUTarget("cuda", sm, 32), options={**options, **FUSION}
-        )
+        compiled = compiled_for(source_of(kernel, values, kind), options, sm)
         registers, spilled = resources(compiled.asm["cubin"])
         ptx, code = compiled.asm["ptx"], said_of(compiled.asm["cubin"], "-sass")
         found.append(
@@ -92,11 +85,5 @@ def run(job: tuple[int, int, int, int]) -> list[Found]:
     return found
 
 
-def main() -> None:
-    with ProcessPoolExecutor(max_workers=2) as pool:
-        found = [asdict(found) for of_job in pool.map(run, JOBS) for found in of_job]
-    json.dump(found, sys.stdout)
-
-
 if __name__ == "__main__":
-    main()
+    say(run, JOBS)

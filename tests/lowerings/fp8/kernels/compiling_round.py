@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
-import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from triton.backends.compiler import GPUTarget
-from triton.compiler import compile as compile_kernel
 
 from attn_compiler.lowerings.fp8 import rounding_launch
 from attn_compiler.lowerings.fp8.kernels import mean_fp8, round_fp8
 from attn_compiler.lowerings.fp8.rounding import How, Rounding, empty_outputs, empty_shift
 from attn_compiler.lowerings.shared.launching.launch import Arguments
-from attn_compiler.lowerings.shared.limits.triton_releases import FUSION
-from tests.lowerings.triton.kernels.compiling import resources, source
+from tests.lowerings.triton.kernels.compiling import compiled_for, resources, say, source
 
 HEAD_DIMS = (64, 128, 256)
 TENSORS = 3
@@ -91,7 +86,7 @@ def _compiled(name: str, kernel: Any, arguments: Arguments, tensors: dict[str, t
     given = {parameter: None if key is None else tensors[key] for parameter, key in arguments.tensors.items()}
     source_of = source(kernel, {**given, **arguments.numbers})
     options = {} if arguments.tile is None else arguments.tile.launch_options
-    compiled = compile_kernel(source_of, target=GPUTarget("cuda", 90, 32), options={**options, **FUSION})
+    compiled = compiled_for(source_of, options)
     _, spilled = resources(compiled.asm["cubin"])
     ptx = compiled.asm["ptx"]
     packed = set(re.findall(r"cvt\.rn\.satfinite\.e4m3x2\.f32\s+(%\w+)", ptx))
@@ -107,9 +102,5 @@ def _compiled(name: str, kernel: Any, arguments: Arguments, tensors: dict[str, t
     )
 
 
-def main() -> None:
-    json.dump([asdict(found) for head_dim in HEAD_DIMS for found in run(head_dim)], sys.stdout)
-
-
 if __name__ == "__main__":
-    main()
+    say(run, HEAD_DIMS)

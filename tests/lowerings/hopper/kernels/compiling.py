@@ -6,18 +6,13 @@ As tests.lowerings.triton.kernels.compiling.
 from __future__ import annotations
 
 import contextlib
-import json
 import re
-import sys
 from collections import Counter
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile as compile_kernel
+from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from attn_compiler.lowerings.hopper.kernels.backward_sm90 import attention_backward_sm90
@@ -26,14 +21,13 @@ from attn_compiler.lowerings.hopper.kernels.forward_wide_sm90 import attention_f
 from attn_compiler.lowerings.hopper.kernels.wide_backward_sm90 import attention_grad_wide_sm90
 from attn_compiler.lowerings.hopper.kernels.wide_values_sm90 import attention_grad_v_wide_sm90
 from attn_compiler.lowerings.shared.kernels.forward import attention_again
-from attn_compiler.lowerings.shared.limits.triton_releases import FUSION
 from attn_compiler.lowerings.shared.parts.kernel_plan import Band
 from attn_compiler.spec.target import Target
 from tests.lowerings.fp8.kernels.descriptors import unset
 from tests.lowerings.hopper import problems
 from tests.lowerings.hopper.kernels.letting_go import PLACES, LettingGo, letting_go
 from tests.lowerings.kernel_cases import Case
-from tests.lowerings.triton.kernels.compiling import resources, said_of, source
+from tests.lowerings.triton.kernels.compiling import compiled_for, resources, said_of, say, source
 
 _SIZES: Any = {"batch": 2, "heads_q": 4, "heads_kv": 2, "seqlen_q": 1024, "seqlen_kv": 1024, "needs_grad": False}
 _CAUSAL: Any = {"band": Band(right=0)}
@@ -135,7 +129,7 @@ def _run(case: Case) -> list[Found]:
         given = {parameter: None if key is None else tensors[key] for parameter, key in arguments.tensors.items()}
         made = source(kernel, {**given, **arguments.numbers}, kind)
         options = {} if arguments.tile is None else arguments.tile.launch_options
-        compiled = compile_kernel(made, target=GPUTarget("cuda", 90, 32), options={**options, **FUSION})
+        compiled = compiled_for(made, options)
         code = said_of(compiled.asm["cubin"], "-sass")
         let_go = LettingGo(loads=0, under_way=())
         if of in PLACES and (case.bias or case.distances):
@@ -158,14 +152,5 @@ def _run(case: Case) -> list[Found]:
     return found
 
 
-def say(cases: Sequence[Case]) -> None:
-    """What came out, as JSON, of those that were asked for by name, or of all."""
-    names = sys.argv[1:]
-    chosen = [case for case in cases if not names or case.name in names]
-    with ProcessPoolExecutor(max_workers=2) as pool:
-        found = [asdict(each) for of_case in pool.map(run, chosen) for each in of_case]
-    json.dump(found, sys.stdout)
-
-
 if __name__ == "__main__":
-    say((*CASES, *SUMMED, *ADDED, *WIDE))
+    say(run, (*CASES, *SUMMED, *ADDED, *WIDE))

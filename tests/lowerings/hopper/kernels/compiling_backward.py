@@ -6,6 +6,7 @@ import dataclasses
 
 from attn_compiler.lowerings.hopper.plan import GRAD_BLOCKS
 from tests.lowerings.hopper.kernels import compiling
+from tests.lowerings.triton.kernels.compiling import say
 
 CASES = tuple(
     dataclasses.replace(case, name=f"grad_{case.name}", needs_grad=True)
@@ -28,4 +29,4 @@ WIDE = tuple(
 IN_ORDER = tuple(dataclasses.replace(case, name=f"in_order_{case.name}") for case in CASES)
 
 if __name__ == "__main__":
-    compiling.say((*CASES, *ADDED, *WIDE, *IN_ORDER))
+    say(compiling.run, (*CASES, *ADDED, *WIDE, *IN_ORDER))

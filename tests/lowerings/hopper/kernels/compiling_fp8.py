@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
-import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
-from triton.backends.compiler import GPUTarget
-from triton.compiler import compile as compile_kernel
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
@@ -17,9 +13,8 @@ from attn_compiler.lowerings.hopper import fp8_launch
 from attn_compiler.lowerings.hopper.kernels.forward_fp8_sm90 import attention_forward_fp8_sm90
 from attn_compiler.lowerings.hopper.kernels.fp8_tuples import Fp8Switches
 from attn_compiler.lowerings.shared.kernels.tuples import DescaleStrides
-from attn_compiler.lowerings.shared.limits.triton_releases import FUSION
 from tests.lowerings.fp8.kernels.descriptors import unset
-from tests.lowerings.triton.kernels.compiling import resources, said_of
+from tests.lowerings.triton.kernels.compiling import compiled_for, resources, said_of, say
 
 _TYPES = {"scale": "fp32", "softcap": "fp32", "Sinks": "*bf16", "Ends": "*i32"}
 
@@ -97,7 +92,7 @@ def run(job: Job) -> Found:
     signature = {name: _type(name, constants, descriptors) for name in names}
     values = {(names.index(name),): value for name, value in constants.items()}
     source = GluonASTSource(fn=attention_forward_fp8_sm90, signature=signature, constexprs=values)
-    compiled = compile_kernel(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, **FUSION})
+    compiled = compiled_for(source, {"num_warps": 4})
     _, spilled = resources(compiled.asm["cubin"])
     found = sorted(set(re.findall(r"wgmma\.mma_async[\w.:]*", compiled.asm["ptx"])))
     return Found(
@@ -117,11 +112,5 @@ def _type(name: str, constants: dict[str, Any], descriptors: dict[str, str]) -> 
     return descriptors.get(name) or _TYPES.get(name) or ("*fp32" if name[0].isupper() else "i32")
 
 
-def main() -> None:
-    """Of the jobs that are named, or of all."""
-    names = sys.argv[1:]
-    json.dump([asdict(run(job)) for job in JOBS if not names or job.name in names], sys.stdout)
-
-
 if __name__ == "__main__":
-    main()
+    say(run, JOBS)

@@ -11,9 +11,10 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from typing import Any
 from unittest import mock
 
@@ -96,7 +97,7 @@ def run(job: tuple[str, str, int]) -> Found:
     name, kernel, sm = job
     problem = build(CASES[name], dtype=torch.bfloat16, device="cpu", target=Target.fake(sm=sm))
     function, values, options = _launch_of(problem, f"attention_{kernel}")
-    compiled = compile_kernel(source(function, values), target=GPUTarget("cuda", sm, 32), options={**options, **FUSION})
+    compiled = compiled_for(source(function, values), options, sm)
     ptx = compiled.asm["ptx"]
     registers, spilled = resources(compiled.asm["cubin"])
     code = said_of(compiled.asm["cubin"], "-sass") if sm == 90 else ""
@@ -202,14 +203,20 @@ def said_of(cubin: bytes, option: str) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def main() -> None:
-    """Of the jobs that are named, or of all."""
+def compiled_for(source: ASTSource, options: Mapping[str, Any], sm: int = 90) -> Any:
+    return compile_kernel(source, target=GPUTarget("cuda", sm, 32), options={**options, **FUSION})
+
+
+def say(run: Callable[[Any], Any], jobs: Iterable[Any], name_of: Callable[[Any], str] = attrgetter("name")) -> None:
+    """What came out, as JSON, of the jobs that were asked for by name, or of all."""
     names = sys.argv[1:]
-    jobs = [job for job in JOBS if not names or name_of(job) in names]
+    chosen = [job for job in jobs if not names or name_of(job) in names]
     with ProcessPoolExecutor(max_workers=2) as pool:
-        found = [asdict(found) for found in pool.map(run, jobs)]
-    json.dump(found, sys.stdout)
+        found = [
+            each for of_job in pool.map(run, chosen) for each in (of_job if isinstance(of_job, list) else [of_job])
+        ]
+    json.dump([asdict(each) for each in found], sys.stdout)
 
 
 if __name__ == "__main__":
-    main()
+    say(run, JOBS, name_of)

@@ -8,20 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_compiler.passes.matching.patterns import score_steps
 from attn_compiler.passes.matching.patterns.steps import Keep
-from tests.passes.compiling import mirror_of
+from tests.passes.matching.patterns.test_score_steps import read
 
 NUMBERS = torch.ones(5, 6).tril()
 
 
 def _keeps(function: Callable[..., Tensor], *others: Tensor) -> list[Keep]:
     """What the last op of `function` is read as: a mask of the scores (2, 4, 5, 6)."""
-    mirror = mirror_of(lambda scores, *rest: function(scores.sin(), *rest).cos(), torch.randn(2, 4, 5, 6), *others)
-    (cos,) = (n for n in mirror.graph.nodes if n.target is torch.ops.aten.cos.default)
-    (sin,) = (n for n in mirror.graph.nodes if n.target is torch.ops.aten.sin.default)
-    found = [step for step in score_steps.read(mirror, cos.args[0]) if isinstance(step, Keep)]
-    assert all(step.source is sin and step.by_numbers and not step.inverted for step in found)
+    steps, _, scores = read(function, *others)
+    found = [step for step in steps if isinstance(step, Keep)]
+    assert all(step.source is scores and step.by_numbers and not step.inverted for step in found)
     return found
 
 

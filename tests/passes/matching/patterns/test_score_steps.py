@@ -28,7 +28,7 @@ from tests.passes.compiling import compiled, mirror_of
 LOWEST = torch.finfo(torch.float32).min
 
 
-def _read(function: Callable[..., Tensor], *others: Tensor) -> tuple[list[Step], Mirror, fx.Node]:
+def read(function: Callable[..., Tensor], *others: Tensor) -> tuple[list[Step], Mirror, fx.Node]:
     """Steps of the last op of `function`, whose first argument stands for the scores (2, 4, 5, 6)."""
     mirror = mirror_of(lambda scores, *rest: function(scores.sin(), *rest).cos(), torch.randn(2, 4, 5, 6), *others)
     (cos,) = (n for n in mirror.graph.nodes if n.target is torch.ops.aten.cos.default)
@@ -38,7 +38,7 @@ def _read(function: Callable[..., Tensor], *others: Tensor) -> tuple[list[Step],
 
 def _one(function: Callable[..., Tensor], *others: Tensor) -> Step:
     """The only step; its source is the scores."""
-    steps, _, scores = _read(function, *others)
+    steps, _, scores = read(function, *others)
     (step,) = steps
     assert step.source is scores
     return step
@@ -82,7 +82,7 @@ def test_runtime_scale(function: Callable[..., Tensor], divide: bool) -> None:
     ids=["reciprocal", "zero", "floor"],
 )
 def test_what_is_no_scale(function: Callable[..., Tensor]) -> None:
-    steps, _, scores = _read(function)
+    steps, _, scores = read(function)
     assert not [step for step in steps if step.source is scores]
 
 
@@ -104,7 +104,7 @@ def test_add(function: Callable[..., Tensor], weight: float) -> None:
 
 
 def test_either_operand_of_a_sum_of_equal_shapes_may_be_the_scores() -> None:
-    steps, _, scores = _read(lambda s, m: s + m, torch.zeros(2, 4, 5, 6))
+    steps, _, scores = read(lambda s, m: s + m, torch.zeros(2, 4, 5, 6))
     assert [type(step) for step in steps] == [Add, Add]
     assert {step.source for step in steps} >= {scores}
 
@@ -115,13 +115,13 @@ def test_either_operand_of_a_sum_of_equal_shapes_may_be_the_scores() -> None:
     ids=["the weighted scores subtracted", "the scores weighted", "a number"],
 )
 def test_what_is_no_bias(function: Callable[..., Tensor]) -> None:
-    steps, _, scores = _read(function, MASK)
+    steps, _, scores = read(function, MASK)
     assert not [step for step in steps if step.source is scores and isinstance(step, Add)]
 
 
 def test_the_scores_subtracted_from_a_bias_are_negated() -> None:
     for function in (lambda s, m: m - s, lambda s, m: torch.rsub(s, m)):
-        steps, _, scores = _read(function, MASK)
+        steps, _, scores = read(function, MASK)
         (step,) = (step for step in steps if step.source is scores)
         assert isinstance(step, Add)
         assert (step.weight, step.negates) == (1.0, True)
@@ -148,17 +148,17 @@ def test_keep(function: Callable[..., Tensor], inverted: bool, fill: float) -> N
 @pytest.mark.parametrize("fill", [-1e4, -111.0])
 def test_a_fill_that_may_mask_is_told(fill: float) -> None:
     """Beside which scores it does, fills.py says."""
-    assert [step.fill for step in _read(lambda s, c: s.masked_fill(c, fill), ALLOWED)[0]] == [fill]  # type: ignore[attr-defined]
+    assert [step.fill for step in read(lambda s, c: s.masked_fill(c, fill), ALLOWED)[0]] == [fill]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("fill", [0.0, -1.0, -110.0, 1e9])
 def test_a_fill_that_masks_nothing_is_no_mask(fill: float) -> None:
-    assert _read(lambda s, c: s.masked_fill(c, fill), ALLOWED)[0] == []
-    assert _read(lambda s, c: torch.where(c, s, fill), ALLOWED)[0] == []
+    assert read(lambda s, c: s.masked_fill(c, fill), ALLOWED)[0] == []
+    assert read(lambda s, c: torch.where(c, s, fill), ALLOWED)[0] == []
 
 
 def test_a_fill_that_is_not_known_is_no_mask() -> None:
-    assert _read(lambda s, c, x: torch.where(c, s, x), ALLOWED, torch.tensor(-1e9))[0] == []
+    assert read(lambda s, c, x: torch.where(c, s, x), ALLOWED, torch.tensor(-1e9))[0] == []
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_floor(function: Callable[..., Tensor]) -> None:
 
 @pytest.mark.parametrize("function", [lambda s: s.clamp(min=0), lambda s: s.clamp(max=5.0), lambda s: s.clamp_max(5.0)])
 def test_a_clamp_that_shows_is_no_floor(function: Callable[..., Tensor]) -> None:
-    assert _read(function)[0] == []
+    assert read(function)[0] == []
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_shift_by_the_largest_score(function: Callable[..., Tensor]) -> None:
     ],
 )
 def test_what_is_no_shift(function: Callable[..., Tensor]) -> None:
-    assert not [step for step in _read(function)[0] if isinstance(step, Shift)]
+    assert not [step for step in read(function)[0] if isinstance(step, Shift)]
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_what_is_no_shift(function: Callable[..., Tensor]) -> None:
 def test_casts_views_and_tanh(function: Callable[..., Tensor], kind: type[Step]) -> None:
     if kind is View:
         # What changes nothing may leave no node behind at all.
-        steps, _, _ = _read(function)
+        steps, _, _ = read(function)
         assert [type(step) for step in steps] in ([View], [])
     else:
         assert isinstance(_one(function), kind)
@@ -251,7 +251,7 @@ def test_sink_column() -> None:
     ids=["two of them", "another axis", "three parts"],
 )
 def test_what_is_no_sink_column(function: Callable[..., Tensor]) -> None:
-    steps, _, scores = _read(function, torch.zeros(1, 4, 1, 1))
+    steps, _, scores = read(function, torch.zeros(1, 4, 1, 1))
     assert not [step for step in steps if step.source is scores]
 
 
@@ -260,7 +260,7 @@ def test_what_is_no_sink_column(function: Callable[..., Tensor]) -> None:
     [lambda s: s.exp(), lambda s: s.abs(), lambda s: s**2, lambda s: s.int().float(), lambda s: s.cumsum(-1)],
 )
 def test_other_ops_are_not_understood(function: Callable[..., Tensor]) -> None:
-    assert not [step for step in _read(function)[0] if not isinstance(step, View)]
+    assert not [step for step in read(function)[0] if not isinstance(step, View)]
 
 
 def test_every_reader_is_of_an_op_that_exists() -> None:
@@ -277,7 +277,7 @@ def test_every_reader_is_of_an_op_that_exists() -> None:
 )
 def test_a_fill_is_a_number_of_the_scores_dtype(masked: Callable[..., Tensor]) -> None:
     """-1e9 is no bfloat16, and what is added beside it may be just as large."""
-    (step,) = _read(masked, torch.ones(5, 6, dtype=torch.bool))[0]
+    (step,) = read(masked, torch.ones(5, 6, dtype=torch.bool))[0]
     fill = step.low if isinstance(step, Clamp) else step.fill  # type: ignore[attr-defined]
     assert fill == float(torch.tensor(-1e9, dtype=torch.bfloat16)) != -1e9
 

@@ -40,9 +40,7 @@ def read(function: Callable[..., torch.Tensor], *inputs: torch.Tensor, dynamic_s
     given = dict(zip(inspect.signature(function).parameters, inputs, strict=True))
     wanted = function(*(tensor.clone() for tensor in inputs))
     mirror = mirror_of(function, *(mark(tensor.clone(), dynamic_sizes) for tensor in inputs))
-    output = next(n for n in mirror.graph.nodes if n.op == "output").args[0]
-    node = output[0] if isinstance(output, (list, tuple)) else output
-    sizes = _sizes(mirror, given)
+    node, sizes = output_of(mirror), _sizes(mirror, given)
     reader = reading.of(mirror)
     names = NAMES[4 - wanted.dim() :]
     expression = reader.read(node, tuple(map(Index, names)))
@@ -56,6 +54,12 @@ def read(function: Callable[..., torch.Tensor], *inputs: torch.Tensor, dynamic_s
         for at in itertools.product(*map(range, wanted.shape))
     )
     return Read(text=ix.text(expression), loads=loads, equal=equal)
+
+
+def output_of(mirror: Mirror) -> fx.Node:
+    """The one output."""
+    output: Any = mirror.graph.output_node().args[0]
+    return output[0] if isinstance(output, (list, tuple)) else output
 
 
 def _sizes(mirror: Mirror, given: dict[str, torch.Tensor]) -> dict[str, int]:
@@ -72,23 +76,12 @@ def _sizes(mirror: Mirror, given: dict[str, torch.Tensor]) -> dict[str, int]:
 # ---- with any loads ------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Evaluated:
-    """text: of the expression read for the output. equal: whether it is the output, at every index. loads: whatever tensors."""
-
-    text: str
-    loads: set[str]
-    equal: bool
-
-
 def evaluated(
     function: Callable[..., torch.Tensor], *inputs: torch.Tensor, dynamic_sizes: tuple[int, ...] = ()
-) -> Evaluated:
+) -> Read:
     """Read the function's result, whatever it loads, on the values that its graph gives for these inputs. Raises Unreadable."""
     mirror = mirror_of(function, *(mark(t, dynamic_sizes) for t in inputs))
-    output = next(n for n in mirror.graph.nodes if n.op == "output").args[0]
-    node = output[0] if isinstance(output, (list, tuple)) else output
-    reader = reading.of(mirror)
+    node, reader = output_of(mirror), reading.of(mirror)
     rank = node.meta["val"].dim()
     expression = reader.read(node, tuple(map(Index, NAMES[4 - rank :])))
     run, sizes = _values(mirror, inputs)
@@ -102,7 +95,7 @@ def evaluated(
         numbers = dict(zip(NAMES[4 - rank :], at, strict=True)) | sizes
         found = ix.evaluate(expression, numbers, load)
         equal = equal and found == pytest.approx(wanted[at].item())
-    return Evaluated(text=ix.text(expression), loads=set(reader.tensors), equal=equal)
+    return Read(text=ix.text(expression), loads=set(reader.tensors), equal=equal)
 
 
 def _values(mirror: Mirror, inputs: tuple[torch.Tensor, ...]) -> tuple[MirrorValues, dict[str, int]]:

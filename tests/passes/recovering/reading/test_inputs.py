@@ -35,7 +35,7 @@ def _layer(q: Tensor, mask: Tensor) -> Tensor:
     return checkpoint(_attention, q, mask, use_reentrant=False)
 
 
-def _check(function: Callable[..., Tensor], *inputs: Tensor, **options: Any) -> Compiled:
+def check(function: Callable[..., Tensor], *inputs: Tensor, **options: Any) -> Compiled:
     """Output and gradient equal eager's."""
     q = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
     eager, own = q.clone().requires_grad_(), q.clone().requires_grad_()
@@ -69,7 +69,7 @@ def test_a_causal_mask_of_the_caller_is_is_causal_in_the_body() -> None:
         mask = _causal()
         return _layer(_layer(q, mask), mask)
 
-    run = _check(function)
+    run = check(function)
     assert run.site.spec.mask.is_causal
     assert run.site.spec.mask.dense is None
     assert len(run.site.modules) == 2
@@ -79,7 +79,7 @@ def test_what_a_condition_loads_has_the_callers_name() -> None:
     def function(q: Tensor, attention_mask: Tensor) -> Tensor:
         return _layer(q, _causal() & attention_mask[:, None, None, :].bool())
 
-    assert _words(_check(function, PADDING)) == ["causal ∧ key padding attention_mask[b, k]"]
+    assert _words(check(function, PADDING)) == ["causal ∧ key padding attention_mask[b, k]"]
 
 
 def test_a_mask_goes_through_bodies_in_bodies() -> None:
@@ -95,8 +95,8 @@ def test_a_mask_goes_through_bodies_in_bodies() -> None:
     def through(q: Tensor) -> Tensor:
         return checkpoint(outer, q, _causal(), use_reentrant=False)
 
-    assert _check(through).site.spec.mask.is_causal
-    assert _check(function).site.spec.mask.is_causal
+    assert check(through).site.spec.mask.is_causal
+    assert check(function).site.spec.mask.is_causal
 
 
 def test_a_body_goes_on_from_what_the_caller_began() -> None:
@@ -107,14 +107,14 @@ def test_a_body_goes_on_from_what_the_caller_began() -> None:
     def function(q: Tensor) -> Tensor:
         return checkpoint(windowed, q, _causal(), use_reentrant=False)
 
-    assert _words(_check(function)) == ["causal ∧ window (2 back)"]
+    assert _words(check(function)) == ["causal ∧ window (2 back)"]
 
 
 def test_each_body_has_the_mask_that_it_is_given() -> None:
     def function(q: Tensor) -> Tensor:
         return _layer(_layer(q, _causal()), _causal().mT)
 
-    causal, other = sorted(_check(function).report.sites, key=lambda site: not site.spec.mask.is_causal)
+    causal, other = sorted(check(function).report.sites, key=lambda site: not site.spec.mask.is_causal)
     assert causal.spec.mask.is_causal
     assert not other.spec.mask.is_causal
 
@@ -131,7 +131,7 @@ def test_a_table_of_the_caller_at_indices_that_the_body_made() -> None:
 
         return checkpoint(body, q, use_reentrant=False)
 
-    run = _check(function, torch.randn(4))
+    run = check(function, torch.randn(4))
     (bias,) = run.site.spec.score.proved
     assert isinstance(bias, GatheredBias)
 
@@ -154,7 +154,7 @@ def test_a_mask_edited_as_a_whole_before_the_call_is_what_it_then_is() -> None:
         mask &= attention_mask[:, None, None, :].bool()
         return _layer(q, mask)
 
-    assert _words(_check(function, PADDING)) == ["causal ∧ key padding attention_mask[b, k]"]
+    assert _words(check(function, PADDING)) == ["causal ∧ key padding attention_mask[b, k]"]
 
 
 def test_a_mask_edited_after_the_call_was_the_old_one_at_the_call() -> None:
@@ -190,7 +190,7 @@ def test_a_shared_body_whose_calls_agree() -> None:
         mask = _causal()
         return shared(shared(q, mask), mask)
 
-    assert _check(function, **SHARED).site.spec.mask.is_causal
+    assert check(function, **SHARED).site.spec.mask.is_causal
 
 
 def test_a_shared_body_whose_calls_do_not_agree_loads_its_input() -> None:
@@ -199,7 +199,7 @@ def test_a_shared_body_whose_calls_do_not_agree_loads_its_input() -> None:
     def function(q: Tensor) -> Tensor:
         return shared(shared(q, _causal()), _causal().mT.contiguous())
 
-    for site in _check(function, **SHARED).report.sites:
+    for site in check(function, **SHARED).report.sites:
         assert not site.spec.mask.is_causal
         assert site.spec.mask.dense is not None
 
@@ -210,7 +210,7 @@ def test_a_shared_body_whose_calls_load_other_tensors_loads_its_input() -> None:
     def function(q: Tensor, a: Tensor, b: Tensor) -> Tensor:
         return shared(shared(q, a[:, None, None, :].bool()), b[:, None, None, :].bool())
 
-    (site,) = _check(function, PADDING, PADDING.flip(0), **SHARED).report.sites
+    (site,) = check(function, PADDING, PADDING.flip(0), **SHARED).report.sites
     assert "a[b, k]" not in site.spec.mask.words
     assert site.spec.mask.dense is not None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -12,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import attn_compiler
 from attn_compiler.spec.added_scores import Bias, RelativeBias
 from tests.passes.compiling import Compiled, compiled
+from tests.passes.recovering.reading.test_inputs import check
 
 B, H, S, D = 2, 2, 5, 8
 SHAPE = (B, H, S, D)
@@ -37,18 +39,8 @@ def _first(q: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
     return _attention(q, bias), bias
 
 
-def _check(function: Function, table: Tensor) -> Compiled:
-    """Output and gradients equal eager's, and what was recovered is verified."""
-    q = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
-    eager, own = q.clone().requires_grad_(), q.clone().requires_grad_()
-    wanted = function(eager, table)
-    run = compiled(function, verify=True)
-    got = run(own, table)
-    torch.testing.assert_close(got, wanted)
-    wanted.sin().sum().backward()
-    got.sin().sum().backward()
-    torch.testing.assert_close(own.grad, eager.grad)
-    return run
+#: what was recovered is verified
+_check = functools.partial(check, verify=True)
 
 
 def _kinds(run: Compiled) -> list[type]:

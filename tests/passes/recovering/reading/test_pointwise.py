@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Index
 from attn_compiler.passes.recovering import reading
 from tests.passes.compiling import mirror_of
-from tests.passes.recovering.reading.evaluating import read
+from tests.passes.recovering.reading.evaluating import output_of, read
 
 ROUNDED: dict[str, Callable[[Tensor], Tensor]] = {
     "divided": lambda x: x / 3.0,
@@ -45,9 +45,7 @@ X = torch.tensor([0.5, 1.5, 2.0, 3.25])
 
 def _expression(function: Callable[[Tensor], Tensor]) -> ix.Expr:
     mirror = mirror_of(function, X.clone())
-    (node,) = next(n for n in mirror.graph.nodes if n.op == "output").args[0]
-    assert isinstance(node, fx.Node)
-    return reading.of(mirror).read(node, (Index("k"),))
+    return reading.of(mirror).read(output_of(mirror), (Index("k"),))
 
 
 @pytest.mark.parametrize("name", [*ROUNDED, *EXACT])

@@ -7,12 +7,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from attn_compiler import index_expr as ix
 from attn_compiler.index_expr import Index, Load
 from attn_compiler.passes.recovering import reading
 from tests.passes.compiling import mirror_of
+from tests.passes.recovering.reading.evaluating import output_of
 
 INDICES = torch.tensor([[0, 3], [2, 2], [4, 1]])
 AT = (Index("q"), Index("k"))
@@ -20,9 +21,7 @@ AT = (Index("q"), Index("k"))
 
 def _expression(function: Callable[[Tensor], Tensor]) -> ix.Expr:
     mirror = mirror_of(function, INDICES.clone())
-    (node,) = next(n for n in mirror.graph.nodes if n.op == "output").args[0]
-    assert isinstance(node, fx.Node)
-    return reading.of(mirror).read(node, AT)
+    return reading.of(mirror).read(output_of(mirror), AT)
 
 
 def _full(number: float, dtype: torch.dtype = torch.float32) -> Tensor:
