@@ -13,8 +13,7 @@ from attn_compiler import CurrentScaling, DelayedScaling, Fp8Recipe, StaticScali
 from attn_compiler.index_expr import Const, Index, Load
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.base import Operands
-from attn_compiler.lowerings.cudnn import fp8 as cudnn, frontend as cudnn_frontend, graphs, plan, plans
-from attn_compiler.lowerings.cudnn.graphs import Plans
+from attn_compiler.lowerings.cudnn import fp8 as cudnn, graphs, plan
 from attn_compiler.lowerings.cudnn.plan import CudnnCall
 from attn_compiler.lowerings.shared.ops import leaf_ops as ops
 from attn_compiler.spec.attention import AttentionSpec
@@ -134,16 +133,6 @@ def test_a_tile_without_a_valid_key_would_not_end() -> None:
 
 
 # ---- plans ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def frontend(monkeypatch: pytest.MonkeyPatch) -> Frontend:
-    """As if TARGET were this machine, with a frontend that records."""
-    recording = Frontend()
-    monkeypatch.setattr(cudnn_frontend, "PLANS", Plans(lambda key: graphs.build(recording, key, lambda: 0.0)))
-    monkeypatch.setattr(plans, "_is_here", lambda target: target == TARGET)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    return recording
 
 
 def refused(**changes: Any) -> str:

@@ -13,8 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from attn_compiler.lowerings import by_name
-from attn_compiler.lowerings.cudnn import frontend as cudnn_frontend, graphs, limits, ops, plan, plans as cudnn_plans
-from attn_compiler.lowerings.cudnn.graphs import Plans
+from attn_compiler.lowerings.cudnn import frontend as cudnn_frontend, graphs, limits, ops, plan
 from attn_compiler.lowerings.cudnn.plan import CudnnCall
 from attn_compiler.options.options import Options
 from attn_compiler.passes.writing import select
@@ -61,17 +60,6 @@ def test_the_demand_is_what_cudnn_can_not_read() -> None:
 
 
 # ---- plans while compiling --------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def frontend(monkeypatch: pytest.MonkeyPatch) -> Frontend:
-    """As if TARGET were this machine, with a frontend that records."""
-    recording = Frontend()
-    plans = Plans(lambda key: graphs.build(recording, key, lambda: 0.0))
-    monkeypatch.setattr(cudnn_frontend, "PLANS", plans)
-    monkeypatch.setattr(cudnn_plans, "_is_here", lambda target: target == TARGET)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    return recording
 
 
 def refused(target: Target = TARGET, **changes: Any) -> str:

@@ -15,7 +15,6 @@ from attn_compiler.index_expr import Index, Load
 from attn_compiler.lowerings.decode import latent_launch, launch, plan as decode_plan, schedule
 from attn_compiler.lowerings.decode.plan import DecodeCall, DecodePlan, Schedule
 from attn_compiler.lowerings.shared.calls.failures import FAILURES
-from attn_compiler.lowerings.shared.ops import leaf_ops as ops
 from attn_compiler.lowerings.shared.parts import site_parts as parts
 from attn_compiler.spec import masks
 from attn_compiler.spec.attention import AttentionSpec, Dim
@@ -221,12 +220,6 @@ def problem_of(name: str) -> Problem:
     """Without NaN: opcheck compares a tensor with itself."""
     problem = build(BY_NAME[name])
     return dataclasses.replace(problem, k=problem.k.nan_to_num(0.0), v=problem.v.nan_to_num(0.0))
-
-
-def test_schema_and_strides() -> None:
-    op = torch.ops.attn_compiler.decode.default
-    assert str(op._schema) == f"attn_compiler::decode{ops.LEAF_SCHEMA}"
-    assert torch.Tag.needs_exact_strides in op.tags
 
 
 @pytest.mark.parametrize("name", ["lengths", "keys_left", "everything", "splits_unknown"])

@@ -12,7 +12,6 @@ from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.fa4 import limits, ops as fa4_ops, plan
 from attn_compiler.lowerings.fa4.lowering import FlashAttention4
 from attn_compiler.lowerings.fa4.plan import Fa4Call
-from attn_compiler.lowerings.shared.ops import leaf_ops as ops
 from attn_compiler.spec.masks import Causal, Dense, MaskSpec, SlidingWindow
 from attn_compiler.spec.scores import Sinks, Softcap
 from attn_compiler.spec.target import Target
@@ -148,12 +147,6 @@ def test_text_and_back() -> None:
 
 # The leaf op of FlashAttention-4 as PyTorch sees it, with a stand-in for the kernels.
 NAMES = ["causal_bfloat16", "window_gqa_sinks"]
-
-
-def test_schema_and_strides() -> None:
-    op = torch.ops.attn_compiler.fa4.default
-    assert str(op._schema) == f"attn_compiler::fa4{ops.LEAF_SCHEMA}"
-    assert torch.Tag.needs_exact_strides in op.tags
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -236,63 +236,45 @@ _SIZES: Any = {"heads_q": 4, "heads_kv": 2, "band": Band(right=0)}
         Case(name="hopper given, window", seqlen_q=260, seqlen_kv=260, **_SIZES | {"band": Band(left=77, right=0)}),
         Case(name="hopper given, padding", seqlen_q=390, seqlen_kv=390, keys="left", **_SIZES),
         Case(name="hopper given, documents", seqlen_q=270, seqlen_kv=270, documents=True, **_SIZES),
+        # With padding dq of wide heads reads lists of keys, and dk and dv lists of queries.
+        Case(name="hopper given, wide", seqlen_q=150, seqlen_kv=150, **_SIZES | {"head_dim": 320}),
+        Case(
+            name="hopper given, wide and padded", keys="left", seqlen_q=150, seqlen_kv=150, **_SIZES | {"head_dim": 320}
+        ),
     ],
     ids=lambda case: case.name.removeprefix("hopper given, "),
 )
-def test_gradients_in_one_order_come_through_the_op_that_autograd_calls(case: Case) -> None:
-    """As many programs as run at once, under the switch itself: memory that nobody wrote to then holds the largest number, which no counter
-    reaches."""
+def test_gradients_come_through_the_op_that_autograd_calls(case: Case) -> None:
+    """Narrow heads in one order: as many programs as run at once, under the switch itself. Memory that nobody wrote to then holds the
+    largest number, which no counter reaches."""
     pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
     from attn_compiler.lowerings.hopper import backward_launch
     from tests.lowerings.hopper import problems
 
-    problem = problems.build(case)
+    problem, in_order = problems.build(case), case.head_dim < 256
     out, lse = problems.outputs(problem)
+    body, family = (backward_launch.gradients_in_order, "in_order_") if in_order else (backward_launch.gradients, "")
 
     def on_a_cpu(*given: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-        with problems.emulated(problem, programs=5, together=True):
-            return backward_launch.gradients_in_order(*given)
+        with problems.emulated(problem, programs=5 if in_order else 3, together=in_order):
+            return body(*given)
 
     leaves = [problem.q, problem.k, problem.v]
     operands = [x.detach() for x in (out, lse, *leaves, *problems.grad_operands(problem))]
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(in_order)
     try:
         with torch.library._scoped_library("attn_compiler", "FRAGMENT") as library:
-            library.impl("hopper_in_order_backward", on_a_cpu, "CPU")
+            library.impl(f"hopper_{family}backward", on_a_cpu, "CPU")
             with kernel_problems.planned(problem.plan):
-                handed = torch.ops.attn_compiler.hopper_hopper_in_order_given(*leaves, operands, problem.text)
+                given = getattr(torch.ops.attn_compiler, f"hopper_hopper_{family}given")
+                handed = given(*leaves, operands, problem.text)
                 upstream = kernel_problems.upstream(problem, out, lse)
-                runs = [torch.autograd.grad(handed, leaves, upstream, retain_graph=True) for _ in range(2)]
+                times = range(2 if in_order else 1)
+                runs = [torch.autograd.grad(handed, leaves, upstream, retain_graph=True) for _ in times]
     finally:
         torch.use_deterministic_algorithms(False)
-    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(runs[0], runs[-1], strict=True))
     kernel_problems.assert_within_rule([*handed, *runs[0]], problem)
-
-
-@pytest.mark.parametrize("keys", [None, "left"])
-def test_gradients_of_wide_heads_come_through_the_op_that_autograd_calls(keys: str | None) -> None:
-    """With padding dq reads lists of keys, and dk and dv lists of queries."""
-    pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
-    from attn_compiler.lowerings.hopper import backward_launch
-    from tests.lowerings.hopper import problems
-
-    sizes: Any = {**_SIZES, "head_dim": 320, "seqlen_q": 150, "seqlen_kv": 150}
-    problem = problems.build(Case(name=f"hopper given, wide {keys}", keys=keys, **sizes))
-    out, lse = problems.outputs(problem)
-
-    def on_a_cpu(*given: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-        with problems.emulated(problem, programs=3, together=False):
-            return backward_launch.gradients(*given)
-
-    leaves = [problem.q, problem.k, problem.v]
-    operands = [x.detach() for x in (out, lse, *leaves, *problems.grad_operands(problem))]
-    with torch.library._scoped_library("attn_compiler", "FRAGMENT") as library:
-        library.impl("hopper_backward", on_a_cpu, "CPU")
-        with kernel_problems.planned(problem.plan):
-            handed = torch.ops.attn_compiler.hopper_hopper_given(*leaves, operands, problem.text)
-            upstream = kernel_problems.upstream(problem, out, lse)
-            found = torch.autograd.grad(handed, leaves, upstream)
-    kernel_problems.assert_within_rule([*handed, *found], problem)
 
 
 # A dense mask as bits.

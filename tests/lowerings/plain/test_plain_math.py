@@ -9,7 +9,6 @@ import torch
 
 from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.plain import ops as plain_ops, reference
-from attn_compiler.lowerings.shared.ops import leaf_ops as ops
 from attn_compiler.spec.attention import AttentionSpec
 from attn_compiler.spec.scores import ScoreSpec, Unusual
 from attn_compiler.spec.target import Target
@@ -119,28 +118,6 @@ def built(name: str) -> tuple[Inputs, list[torch.Tensor]]:
 
 def detached(inputs: Inputs) -> list[torch.Tensor]:
     return [x.detach() for x in (inputs.q, inputs.k, inputs.v)]
-
-
-def test_schema_and_strides() -> None:
-    op = torch.ops.attn_compiler.reference.default
-    assert str(op._schema) == f"attn_compiler::reference{ops.LEAF_SCHEMA}"
-    assert torch.Tag.needs_exact_strides in op.tags
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_opcheck(name: str) -> None:
-    inputs, operands = built(name)
-    arguments = (inputs.q, inputs.k, inputs.v, operands, inputs.spec.to_text())
-    torch.library.opcheck(torch.ops.attn_compiler.reference.default, arguments)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_opcheck_of_the_backward(name: str) -> None:
-    inputs, operands = built(name)
-    given, operands, text = detached(inputs), [x.detach() for x in operands], inputs.spec.to_text()
-    out, lse = torch.ops.attn_compiler.reference(*given, operands, text)
-    arguments = (torch.ones_like(out), torch.zeros_like(lse), *given, operands, out, lse, text)
-    torch.library.opcheck(torch.ops.attn_compiler.reference_backward.default, arguments)
 
 
 @pytest.mark.parametrize("name", NAMES)

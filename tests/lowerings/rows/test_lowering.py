@@ -17,7 +17,6 @@ from attn_compiler.lowerings import by_name
 from attn_compiler.lowerings.rows import ops as rows_ops
 from attn_compiler.lowerings.rows.takes import TAKES
 from attn_compiler.lowerings.shared.limits.takes import refused
-from attn_compiler.lowerings.shared.ops import leaf_ops as ops
 from attn_compiler.lowerings.shared.parts.site_parts import ADDED
 from attn_compiler.spec.masks import Dense, Document, KeyPadding, MaskSpec
 from attn_compiler.spec.scores import Sinks, Softcap
@@ -221,12 +220,6 @@ def test_what_is_refused() -> None:
 
 
 # The leaf op of attention by rows.
-def test_schema_and_strides() -> None:
-    op = torch.ops.attn_compiler.rows.default
-    assert str(op._schema) == f"attn_compiler::rows{ops.LEAF_SCHEMA}"
-    assert torch.Tag.needs_exact_strides in op.tags
-
-
 def test_no_operand_gets_a_gradient() -> None:
     mask = torch.ones(2, 3, dtype=torch.bool)
     assert rows_ops._differentiable([mask, mask], "text") == [False, False]

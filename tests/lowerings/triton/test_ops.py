@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_compiler.lowerings.shared.ops import leaf_ops as ops
 from attn_compiler.lowerings.shared.parts import site_parts as parts
 from attn_compiler.lowerings.shared.parts.kernel_plan import Band, Call
 from attn_compiler.spec.target import Target
@@ -28,12 +27,6 @@ def problem_of(case: Case) -> Problem:
     problem = build(case)
     k, v = (x.detach().nan_to_num(0.0).requires_grad_() for x in (problem.k, problem.v))
     return dataclasses.replace(problem, k=k, v=v)
-
-
-def test_schema_and_strides() -> None:
-    op = torch.ops.attn_compiler.triton.default
-    assert str(op._schema) == f"attn_compiler::triton{ops.LEAF_SCHEMA}"
-    assert torch.Tag.needs_exact_strides in op.tags
 
 
 @pytest.mark.parametrize("case", [CAUSAL, PADDED], ids=lambda case: case.name)

@@ -19,7 +19,10 @@ from attn_compiler.torch_private import inductor as torch_inductor, op_library
 from tests import cases, numerics
 from tests.cases import BY_NAME, Inputs
 
-VARIETY = ("causal", "gqa", "mask_bk", "head_dims_differ", "layout_bshd", "bias_mask", "everything", "causal_bfloat16")
+VARIETY = (
+    *("causal", "gqa", "mask_bk", "head_dims_differ", "layout_bshd", "bias_mask", "everything", "causal_bfloat16"),
+    *("bias_heads", "sinks"),
+)
 
 
 def operands(inputs: Inputs) -> list[torch.Tensor]:
@@ -30,9 +33,11 @@ def leaf(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.ops.attn_compiler.reference(inputs.q, inputs.k, inputs.v, operands(inputs), inputs.spec.to_text())
 
 
-def test_the_schema_is_that_of_every_leaf_op() -> None:
-    op = torch.ops.attn_compiler.reference.default
-    assert str(op._schema) == f"attn_compiler::reference{ops.LEAF_SCHEMA}"
+@pytest.mark.parametrize("name", ["cudnn", "decode", "fa4", "hopper", "reference", "rows", "triton"])
+def test_the_schema_is_that_of_every_leaf_op(name: str) -> None:
+    importlib.import_module(f"attn_compiler.lowerings.{name.replace('reference', 'plain')}.ops")
+    op = getattr(torch.ops.attn_compiler, name).default
+    assert str(op._schema) == f"attn_compiler::{name}{ops.LEAF_SCHEMA}"
     assert torch.Tag.needs_exact_strides in op.tags
 
 
