@@ -1,7 +1,8 @@
-"""Choice of Triton's assembler for our Hopper kernels of several products. No triton is imported.
+"""Choice of the assembler for our Hopper kernels of several products. No triton is imported.
 
 Triton has `ptxas`, and beside it a newer `ptxas-blackwell`, which since 3.9 it uses for Hopper, too. If the older is known to be wrong,
-Triton 3.6 to 3.8 are told to use the newer for our kernels (lowerings/shared/kernels/releases_assembler_sm90.py).
+Triton 3.6 to 3.8 are told to use the newer for our kernels, or that of NVIDIA's compiler package
+(lowerings/shared/kernels/releases_assembler_sm90.py).
 """
 
 from __future__ import annotations
@@ -27,16 +28,18 @@ RIGHT_PTXAS: Release = (13, 1)
 _TOLD: tuple[Release, ...] = ((3, 6), (3, 7), (3, 8))
 _BY_ITSELF: Release = (3, 9)
 _OLDER, _NEWER = "ptxas", "ptxas-blackwell"
+#: how names of programs end
+_EXE = sysconfig.get_config_var("EXE") or ""
 #: an unknown release
 _NONE: Release = (0, 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assembler:
-    """release: of CUDA, (0, 0) if unknown. is_told: Triton uses another one by default."""
+    """release: of CUDA, (0, 0) if unknown. program: its path if Triton uses another one by default, else ""."""
 
     release: Release
-    is_told: bool = False
+    program: str = ""
 
     @property
     def version(self) -> str:
@@ -53,20 +56,30 @@ def hopper_assembler(triton: str) -> Assembler:
     older = Assembler(release=_release_of(_OLDER))
     if older.release >= RIGHT_PTXAS or release not in _TOLD:
         return older
-    newer = Assembler(release=_release_of(_NEWER), is_told=True)
     # Drivers load code from assemblers of any CUDA release up to their own major number.
-    return newer if newer.release >= RIGHT_PTXAS and newer.release[0] <= _driver()[0] else older
+    newest = (_driver()[0] + 1, 0)
+    found = (Assembler(release=_said_by(path), program=path) for path in (*_paths(_NEWER), *_installed()))
+    return next((one for one in found if RIGHT_PTXAS <= one.release < newest), older)
 
 
 def _release_of(program: str) -> Release:
-    """Return the release of a program, found as Triton does: a variable such as TRITON_PTXAS_PATH, else Triton's own."""
+    """Return the release of a program, found as Triton does."""
+    return next((release for path in _paths(program) if (release := _said_by(path)) != _NONE), _NONE)
+
+
+def _paths(program: str) -> list[str]:
+    """Return where Triton looks for a program: a variable such as TRITON_PTXAS_PATH, then its own package."""
     package = importlib.util.find_spec("triton")
     named = os.environ.get(f"TRITON_{program.upper().replace('-', '_')}_PATH")
-    paths = [named] if named else []
-    if package is not None and package.origin is not None:
-        file = f"{program}{sysconfig.get_config_var('EXE') or ''}"
-        paths.append(str(Path(package.origin).parent / "backends/nvidia/bin" / file))
-    return next((release for path in paths if (release := _said_by(path)) != _NONE), _NONE)
+    own = [] if package is None or package.origin is None else [Path(package.origin).parent / "backends/nvidia/bin"]
+    return [*([named] if named else []), *(f"{folder / program}{_EXE}" for folder in own)]
+
+
+def _installed() -> list[str]:
+    """Return where the package nvidia-cuda-nvcc has its assembler."""
+    package = importlib.util.find_spec("nvidia")
+    folders = None if package is None else package.submodule_search_locations
+    return [f"{Path(folder) / 'cu13/bin' / _OLDER}{_EXE}" for folder in folders or ()]
 
 
 def _said_by(path: str) -> Release:

@@ -19,10 +19,12 @@ TRITON_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 TRITON_DISTRIBUTIONS = ("triton", "pytorch-triton", "triton-windows")
 FLASH_ATTN_4_DISTRIBUTION = "flash-attn-4"
 CUDNN_FRONTEND_DISTRIBUTION = "nvidia-cudnn-frontend"
+ASSEMBLER_DISTRIBUTION = "nvidia-cuda-nvcc"
 #: commands that install the releases that were tried, by package: these packages are on the index, and extras of this one are not
 INSTALL = {
     FLASH_ATTN_4_DISTRIBUTION: "pip install 'flash-attn-4==4.0.0b36'",
     CUDNN_FRONTEND_DISTRIBUTION: "pip install 'nvidia-cudnn-frontend>=1.27,<1.33'",
+    ASSEMBLER_DISTRIBUTION: "pip install 'nvidia-cuda-nvcc>=13.1,<13.2'",
     "transformers": "pip install 'transformers>=5.17,<6'",
 }
 #: the major number of Hopper's compute capability

@@ -17,10 +17,13 @@ Says = Callable[[str, str], None]
 
 @pytest.fixture
 def says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Says:
-    """Have a program of Triton's, named as variables name it, be of a release."""
+    """Have a program, of Triton as variables name it or of a package, be of a release."""
+    package = SimpleNamespace(submodule_search_locations=[tmp_path / "nvidia"])
+    monkeypatch.setattr(assemblers.importlib.util, "find_spec", {"triton": None, "nvidia": package}.get)
 
     def say(program: str, release: str) -> None:
         file = tmp_path / program
+        file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(f"#!/bin/sh\necho Cuda compilation tools, release {release}, V{release}.80\n")
         file.chmod(0o755)
         monkeypatch.setenv(f"TRITON_{program}_PATH", str(file))
@@ -28,52 +31,56 @@ def says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Says:
     return say
 
 
-def found(triton: str, monkeypatch: pytest.MonkeyPatch, driver: tuple[int, int] = (13, 0)) -> Assembler:
-    monkeypatch.setattr(assemblers, "_driver", lambda: driver)
-    hopper_assembler.cache_clear()
-    return hopper_assembler(triton)
-
-
 @pytest.fixture(autouse=True)
 def nothing_is_kept() -> None:
     hopper_assembler.cache_clear()
 
 
+# packaged: of the package nvidia-cuda-nvcc. taken: the file of the program, if Triton takes another one by default.
 @pytest.mark.parametrize(
-    ("triton", "older", "newer", "driver", "expected"),
+    ("triton", "older", "newer", "packaged", "driver", "expected", "taken"),
     [
-        ("3.7.1", "12.8", "13.1", (13, 0), Assembler(release=(13, 1), is_told=True)),
-        ("3.6.0+git12", "12.8", "13.1", (13, 2), Assembler(release=(13, 1), is_told=True)),
-        ("3.8.0", "12.9", "13.3", (14, 0), Assembler(release=(13, 3), is_told=True)),
+        ("3.7.1", "12.8", "13.1", "", (13, 0), (13, 1), "PTXAS_BLACKWELL"),
+        ("3.6.0+git12", "12.8", "13.1", "", (13, 2), (13, 1), "PTXAS_BLACKWELL"),
+        ("3.8.0", "12.9", "13.3", "13.1", (14, 0), (13, 3), "PTXAS_BLACKWELL"),
         # A driver of CUDA 12 knows nothing that an assembler of CUDA 13 makes.
-        ("3.7.1", "12.8", "13.1", (12, 9), Assembler(release=(12, 8))),
-        ("3.7.1", "12.8", "13.1", (0, 0), Assembler(release=(12, 8))),
-        ("3.7.1", "12.8", "14.0", (13, 0), Assembler(release=(12, 8))),
+        ("3.7.1", "12.8", "13.1", "13.1", (12, 9), (12, 8), ""),
+        ("3.7.1", "12.8", "13.1", "", (0, 0), (12, 8), ""),
+        ("3.7.1", "12.8", "14.0", "", (13, 0), (12, 8), ""),
+        ("3.7.1", "12.8", "14.0", "13.2", (13, 0), (13, 2), "ptxas"),
         # What Triton 3.6 brings is wrong, too.
-        ("3.6.0", "12.8", "12.9", (13, 0), Assembler(release=(12, 8))),
-        ("3.7.1", "12.8", "13.0", (13, 0), Assembler(release=(12, 8))),
+        ("3.6.0", "12.8", "12.9", "", (13, 0), (12, 8), ""),
+        ("3.6.0", "12.8", "12.9", "13.1", (13, 0), (13, 1), "ptxas"),
+        ("3.6.0", "13.0", "12.9", "13.0", (13, 0), (13, 0), ""),
+        ("3.7.1", "12.8", "13.0", "", (13, 0), (12, 8), ""),
         # Triton takes the right one by itself: the user named it, or it is 3.9.
-        ("3.7.1", "13.1", "13.3", (13, 0), Assembler(release=(13, 1))),
-        ("3.9.0", "12.9", "13.4", (12, 8), Assembler(release=(13, 4))),
-        ("3.9.0", "13.4", "12.9", (13, 0), Assembler(release=(12, 9))),
-        ("4.0.0", "12.9", "13.4", (13, 0), Assembler(release=(13, 4))),
+        ("3.7.1", "13.1", "13.3", "13.4", (13, 0), (13, 1), ""),
+        ("3.9.0", "12.9", "13.4", "13.1", (12, 8), (13, 4), ""),
+        ("3.9.0", "13.4", "12.9", "13.1", (13, 0), (12, 9), ""),
+        ("4.0.0", "12.9", "13.4", "", (13, 0), (13, 4), ""),
         # of others nothing is known
-        ("3.5.0", "12.8", "13.1", (13, 0), Assembler(release=(12, 8))),
-        ("", "12.8", "13.1", (13, 0), Assembler(release=(12, 8))),
+        ("3.5.0", "12.8", "13.1", "13.1", (13, 0), (12, 8), ""),
+        ("", "12.8", "13.1", "13.1", (13, 0), (12, 8), ""),
     ],
 )
 def test_which_it_is(
     triton: str,
     older: str,
     newer: str,
+    packaged: str,
     driver: tuple[int, int],
-    expected: Assembler,
+    expected: tuple[int, int],
+    taken: str,
     says: Says,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     says("PTXAS", older)
     says("PTXAS_BLACKWELL", newer)
-    assert found(triton, monkeypatch, driver) == expected
+    if packaged:
+        says("nvidia/cu13/bin/ptxas", packaged)
+    monkeypatch.setattr(assemblers, "_driver", lambda: driver)
+    found = hopper_assembler(triton)
+    assert (found.release, Path(found.program).name) == (expected, taken)
 
 
 def test_a_program_that_is_not_there_leaves_tritons_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from attn_compiler.reasons.decisions import Reason, refuse
 from attn_compiler.spec.assemblers import RIGHT_PTXAS
 from attn_compiler.spec.dtypes import HALF
 from attn_compiler.spec.linear import LinearForm, LinearSpec
-from attn_compiler.spec.target import Target
+from attn_compiler.spec.target import ASSEMBLER_DISTRIBUTION, INSTALL, Target
 from attn_compiler.torch_private.op_library import LIBRARY, NAMESPACE
 
 _NAME, _STEP = "linear_triton", "linear_triton_step"
@@ -80,8 +80,7 @@ def _check_assembler(spec: LinearSpec, target: Target) -> list[Reason]:
         Code.KNOWN_BUG,
         f"on Hopper, kernels of several products are assembled by ptxas {newest} or newer, or have no wgmma",
         f"ptxas {target.ptxas}" if target.ptxas else "a ptxas whose version is not known",
-        "install Triton 3.7 or newer and a driver of CUDA 13; or set, before Triton is imported, TRITON_PTXAS_PATH to a ptxas of "
-        f"CUDA {newest} or newer, or DISABLE_MMA_V3=1",
+        f"{INSTALL[ASSEMBLER_DISTRIBUTION]}, with a driver of CUDA 13; or set DISABLE_MMA_V3=1 before Triton is imported",
     )
 
 

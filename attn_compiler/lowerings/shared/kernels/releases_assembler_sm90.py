@@ -1,5 +1,5 @@
-"""`assembled_jit`: kernels that Triton 3.6 to 3.8 assemble for Hopper by the newer of their two assemblers, where the older is known to be
-wrong (spec/assemblers.py).
+"""`assembled_jit`: kernels that Triton 3.6 to 3.8 assemble for Hopper by a newer assembler, where their own is known to be wrong
+(spec/assemblers.py).
 
 Triton's own compiler compiles them, with a backend that differs in the last step. So all other kernels are assembled as before, in other
 threads at the same time, too. A launch is unchanged.
@@ -7,33 +7,43 @@ threads at the same time, too. A launch is unchanged.
 
 from __future__ import annotations
 
+import functools
+import subprocess
 import types
 from collections.abc import Callable
 from typing import Any
 
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import CUDABackend, get_ptxas_version
+from triton.backends.nvidia.compiler import CUDABackend, get_ptxas
 from triton.compiler import compiler
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime.jit import JITFunction
 
 from attn_compiler.spec.assemblers import hopper_assembler
 
-#: a machine for which Triton takes its newer assembler
-_BLACKWELL = GPUTarget("cuda", 100, 32)
-_HOPPER = 90
+_HOPPER, _BLACKWELL = 90, 100
 
 
 class NewerAssembler(CUDABackend):  # type: ignore[misc]
-    """Triton's backend for Nvidia's GPUs, with the assembler for Blackwell, which assembles for the machine at hand."""
+    """Triton's backend for Nvidia's GPUs, with the assembler that is told, or the one for Blackwell."""
 
     def make_cubin(self, src: Any, metadata: Any, opt: Any, capability: Any) -> Any:
-        return CUDABackend(_BLACKWELL).make_cubin(src, metadata, opt, capability)
+        make = _with(CUDABackend.make_cubin, get_ptxas=lambda arch: types.SimpleNamespace(path=_program()))
+        return make(self, src, metadata, opt, capability)
 
     def hash(self) -> str:
         """Return a part of the keys of Triton's caches that differs, so that results of the other assembler are not used."""
-        return f"ptxas-blackwell {get_ptxas_version(_BLACKWELL.arch)}-{self.target.arch}"
+        return f"ptxas-blackwell {_version(_program())}-{self.target.arch}"
+
+
+def _program() -> str:
+    told: str = hopper_assembler(triton.__version__).program or get_ptxas(_BLACKWELL).path
+    return told
+
+
+@functools.cache
+def _version(program: str) -> str:
+    return subprocess.check_output([program, "--version"], text=True)
 
 
 class AssembledKernel(JITFunction):  # type: ignore[misc,type-arg]
@@ -76,15 +86,18 @@ def by_newer(src: Any, target: Any, options: Any = None, **more: Any) -> Any:
         chosen.append(backend := NewerAssembler(target))
         return backend
 
-    own = compiler.compile
-    same: Callable[..., Any] = types.FunctionType(
-        own.__code__, {**own.__globals__, "make_backend": choose}, own.__name__, own.__defaults__, own.__closure__
-    )
-    made = same(src, target=target, options=options, **more)
+    made = _with(compiler.compile, make_backend=choose)(src, target=target, options=options, **more)
     if not chosen:
         raise RuntimeError(f"Triton {triton.__version__} did not take the assembler that it was told to take")
     return made
 
 
+def _with(own: Any, **names: Any) -> Callable[..., Any]:
+    """Return a function of Triton's that has other globals of these names."""
+    return types.FunctionType(
+        own.__code__, {**own.__globals__, **names}, own.__name__, own.__defaults__, own.__closure__
+    )
+
+
 def _is_told(target: Any) -> bool:
-    return (target.backend, target.arch) == ("cuda", _HOPPER) and hopper_assembler(triton.__version__).is_told
+    return (target.backend, target.arch) == ("cuda", _HOPPER) and hopper_assembler(triton.__version__).program != ""
