@@ -72,7 +72,9 @@ def _states(call: LinearTensors) -> None:
     shape = (sizes.batch, sizes.heads, sizes.chunks, sizes.dim_k, sizes.dim_v)
     values = (*shape[:3], sizes.chunk, sizes.dim_v)
     make = sizes.in_parts if call.on_hopper else empty
-    named.update(states=empty(shape, named["q"]), afters=empty(shape, named["q"]))
+    # Products take states of one part as they lie in memory.
+    of_states = make if sizes.parts == 1 and not call.is_delta else empty
+    named.update(states=of_states(shape, named["q"]), afters=of_states(shape, named["q"]))
     if call.is_delta:
         named.update(values=make(values, named["q"]), grad_values=make(values, named["q"]))
     passes(call)
@@ -84,6 +86,8 @@ def _chunk_gradients(call: LinearTensors, skip: Tensor | None) -> Tensor | None:
         _channel_gradients(call)
         return None
     sizes, named = call.sizes, call.named
+    if call.on_hopper and not call.is_delta:
+        return _space_gradients(call, skip)
     parts = (sizes.batch, sizes.length, sizes.heads, sizes.dim_k)
     named.update(part_q=empty(parts, named["q"]), part_k=empty(parts, named["q"]))
     if call.on_hopper:
@@ -117,6 +121,26 @@ def _hopper_gradients(call: LinearTensors) -> None:
     call.run(head_gradients_sm90, sizes.rows * pieces, 8, HOW=switches(call), pieces=pieces, of_piece=of_piece)
 
 
+def _space_gradients(call: LinearTensors, skip: Tensor | None) -> Tensor | None:
+    """Compute the results of `_chunk_gradients` by one program for a chunk of some heads that share q and k, whose gradients of q and k it
+    adds up. To begin and to end takes it as long as some two heads."""
+    from attn_compiler.lowerings.linear.kernels.space_sm90 import space_gradients_sm90
+
+    sizes, named, many = call.sizes, call.named, processors(call.same.device)
+    group, programs = sizes.heads // sizes.groups, sizes.chunks * sizes.batch * sizes.groups
+    cuts = [n for n in range(1, group + 1) if group % n == 0]
+    pieces = sizes.groups * min(cuts, key=lambda n: -(-programs * n // many) * (group // n + 2))
+    parts = (sizes.batch, sizes.length, pieces, sizes.dim_k)
+    named.update(part_q=empty(parts, named["q"]), part_k=empty(parts, named["q"]))
+    named.update(part_g=named["grad_g"], part_beta=named["grad_beta"])
+    if skip is not None:
+        named["part_skip"] = empty((sizes.batch, sizes.length, sizes.heads), named["q"])
+    programs, of_piece = sizes.chunks * sizes.batch * pieces, sizes.heads // pieces
+    how = switches(call, 5 if sizes.parts == 1 else 3)
+    call.run(space_gradients_sm90, programs, 8, HOW=how, pieces=pieces, of_piece=of_piece)
+    return None if skip is None else named["part_skip"].sum((0, 1)).to(skip.dtype)
+
+
 def _channel_gradients(call: LinearTensors) -> None:
     """Compute the gradients of `_chunk_gradients` where each channel has a decay."""
     sizes, named = call.sizes, call.named
@@ -141,7 +165,7 @@ def _rows(call: LinearTensors, name: str) -> None:
         numbers = call.numbers | strides(tensors, {"x": "bsh"})
         numbers |= {
             "groups": sizes.groups,
-            "PIECES": sizes.heads // sizes.groups,
+            "PIECES": tensors["part"].shape[2] // sizes.groups,
             "scale": numbers["scale"] if name == "q" else 1.0,
         }
         taken = kernels.row_gradients.arg_names

@@ -24,6 +24,8 @@ _PROCESSORS = 132
 _FEWEST = 4
 #: fewest chunks of a piece; most channels of k, so that one product joins states
 _SHORTEST, _WIDEST = 8, 128
+#: most registers of a thread, so that a processor holds two programs
+_HALF = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +55,8 @@ def passes(call: LinearTensors) -> None:
     """Run both passes of a backward, which share no results. They run at once where one pass leaves processors idle."""
     device, sizes = call.same.device, call.sizes
     is_cut = Pieces.of(sizes, processors(device), is_delta=call.is_delta).many > 1
-    is_full = 2 * sizes.rows * sizes.blocks > processors(device)
+    # A processor holds two programs of the state space, whose states are half as large.
+    is_full = (2 if call.is_delta else 1) * sizes.rows * sizes.blocks > processors(device)
     # Launches that are only noted have no streams.
     if is_cut or is_full or device.type != "cuda" or noter() is not None or recorder() is not None:
         reverse(call, states(call))
@@ -151,19 +154,32 @@ def _run(call: LinearTensors, kernel: Any, programs: int, part: str = "", **numb
         call.run(kernel, programs, call.sizes.warps, stages, part=part, **numbers)
         return
     # Imported late: releases of Triton without Gluon's instructions for Hopper run the other kernels.
-    if kernel is kernels.state_pass:
-        from attn_compiler.lowerings.linear.kernels.forward_sm90 import state_pass_sm90 as of_hopper
-    else:
+    from attn_compiler.lowerings.linear.kernels.forward_sm90 import state_pass_sm90 as of_hopper
+
+    is_reversed, is_bare = kernel is not kernels.state_pass, "states" in call.named and not call.is_delta
+    if is_reversed and call.is_delta:
         from attn_compiler.lowerings.linear.kernels.reverse_sm90 import reverse_pass_sm90 as of_hopper
-    call.run(of_hopper, programs, part=part, HOW=switches(call), **numbers)
+    elif is_reversed:
+        # Gradients of states are states of q and do, backwards.
+        names = {"k": "q", "v": "grad", "states": "afters", "first": "grad_last", "last": "grad_first"}
+        call = call.having(**{to: call.named[name] for to, name in names.items() if name in call.named})
+        edges = {"first": "last", "last": "first"}
+        numbers = {edges[name[:-2]] + name[-2:] if name[:-2] in edges else name: x for name, x in numbers.items()}
+        part += "reversed"
+    if is_bare:
+        numbers["registers"] = _HALF
+    few = 2 if call.sizes.parts == 1 else 3
+    how = switches(call, few if is_bare else None, is_reversed=is_reversed)
+    call.run(of_hopper, programs, part=part, HOW=how, **numbers)
 
 
-def switches(call: LinearTensors) -> Any:
-    """Return the constants of kernels for Hopper. Shared memory has room for three chunks of q and k where products are of one part."""
+def switches(call: LinearTensors, stages: int | None = None, *, is_reversed: bool = False) -> Any:
+    """Return the constants of kernels for Hopper. Shared memory usually has room for three chunks of q and k where products are of one
+    part."""
     from attn_compiler.lowerings.linear.kernels.tiles_sm90 import Switches
 
-    stages = 3 if call.sizes.parts == 1 and not call.form.channel else 2
-    given = {**call.numbers, "STAGES": stages, "KEEPS": "states" in call.named}
+    usual = 3 if call.sizes.parts == 1 and not call.form.channel else 2
+    given = {**call.numbers, "STAGES": stages or usual, "KEEPS": "states" in call.named, "REVERSED": is_reversed}
     return Switches(**{name: given[name] for name in Switches._fields})
 
 

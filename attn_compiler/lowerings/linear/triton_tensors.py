@@ -107,22 +107,23 @@ class LinearTensors:
 
 
 def _is_for_hopper(form: LinearForm, sizes: LinearSizes, read: Sequence[Tensor], *, is_backward: bool) -> bool:
-    """Return whether kernels for Hopper were timed on such a call, and the copy engine can read its operands. A backward's are of the
-    delta rule with a decay for each head."""
+    """Return whether kernels for Hopper were timed on such a call, and the copy engine can read its operands. A backward's are of a decay
+    for each head; the state space's read rows of all heads."""
     is_delta = form.recurrence == "delta"
     is_timed = sizes.parts and (sizes.dim_k, sizes.dim_v, form.out_dtype) == _TIMED[is_delta]
-    if not is_timed or (is_backward and (form.channel or not is_delta)) or not _has_wgmma(read[0].device):
+    if not is_timed or (is_backward and form.channel) or not _has_wgmma(read[0].device):
         return False
-    return all(_is_copied(x) for x in read)
+    return all(_is_copied(x, x.shape[2] if is_backward and not is_delta else 1) for x in read)
 
 
-def _is_copied(x: Tensor) -> bool:
-    """Return whether the copy engine can read x (B, S, H, D): rows begin at whole vectors, and one ends before the next begins.
+def _is_copied(x: Tensor, heads: int) -> bool:
+    """Return whether the copy engine can read x (B, S, H, D): rows begin at whole vectors, and one ends before the next begins. heads: of
+    a row.
 
     The second rule is that of `globalStrides` in CUDA's `cuTensorMapEncodeTiled`.
     """
     begins = [x.data_ptr(), *(step * x.element_size() for step in x.stride()[:-1])]
-    return not any(at % VECTOR for at in begins) and x.stride(1) >= x.shape[3]
+    return not any(at % VECTOR for at in begins) and x.stride(1) >= (heads - 1) * x.stride(2) + x.shape[3]
 
 
 @functools.cache

@@ -37,6 +37,10 @@ def _not_at_a_vector() -> Tensor:
     return torch.from_numpy(inner).view(torch.bfloat16).view(2, _S, _H, 128)
 
 
+def _heads_first() -> Tensor:
+    return torch.zeros(2, _H, _S, 64, dtype=torch.bfloat16).transpose(1, 2)
+
+
 _PLAIN, _OF_64 = _apart(0, 128), _apart(0, 64, dim=64)
 
 
@@ -63,7 +67,9 @@ def _is_on_hopper(name: str, change: dict[str, Callable[[], Tensor]], *, out: st
         ("ssd", {}, "float32", True),
         ("delta", {"grad": _PLAIN}, "bfloat16", True),
         ("channel", {"grad": _PLAIN}, "bfloat16", False),
-        ("ssd", {"grad": _OF_64}, "float32", False),
+        ("ssd", {"grad": _OF_64}, "float32", True),
+        ("ssd", {"grad": _OF_64, "v": _heads_first}, "float32", False),
+        ("ssd", {"v": _heads_first}, "float32", True),
         ("delta", {}, "float32", False),
         ("ssd", {}, "bfloat16", False),
         ("delta", {"v": _OF_64}, "bfloat16", False),

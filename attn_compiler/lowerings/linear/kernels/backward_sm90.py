@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
 from attn_compiler.lowerings.linear.kernels.tiles_sm90 import (
+    add,
     copied,
     decays,
     hand_on,
@@ -47,13 +48,6 @@ _Results = namedtuple("_Results", "q k v g beta")
 
 
 @gluon.jit
-def _add(left, right, to, LEFT: gl.constexpr, RIGHT: gl.constexpr, PARTS: gl.constexpr):
-    """Add a product to a sum: of three parts by itself, since tensor cores would cut off bits of a large sum."""
-    found = warpgroup_mma_wait(0, deps=(times(left, right, to, LEFT, RIGHT, PARTS < 3),))
-    return found + to if PARTS == 3 else found
-
-
-@gluon.jit
 def _keys(to, tiles, barriers, first_chunk, count, length, stride, how: gl.constexpr):
     """Compute the gradients of q and k, and what the other warpgroup needs of them."""
     C: gl.constexpr = how.C
@@ -78,10 +72,10 @@ def _keys(to, tiles, barriers, first_chunk, count, length, stride, how: gl.const
             state = copied(tiles.states.index(stage), PARTIAL)
             ends += gl.sum(state * copied(tiles.afters.index(stage), PARTIAL), 1)
             parts = parts_of(state, KEYS, PARTS)
-            of_q = _add(parts, tiles_of(tiles.grad, stage, 1, True), of_q, PARTS, 1, PARTS)
-            of_dy = _add(parts, tiles_of(tiles.dys, stage, PARTS, True), of_dy, PARTS, PARTS, PARTS)
+            of_q = add(parts, tiles_of(tiles.grad, stage, 1, True), of_q, PARTS, 1, PARTS)
+            of_dy = add(parts, tiles_of(tiles.dys, stage, PARTS, True), of_dy, PARTS, PARTS, PARTS)
             parts = parts_of(copied(tiles.afters.index(stage), PARTIAL), KEYS, PARTS)
-            of_u = _add(parts, tiles_of(tiles.news, stage, PARTS, True), of_u, PARTS, PARTS, PARTS)
+            of_u = add(parts, tiles_of(tiles.news, stage, PARTS, True), of_u, PARTS, PARTS, PARTS)
             hand_on(barriers.empty.index(stage))
         mbarrier.wait(barriers.side_full.index(0), n & 1)
         mbarrier.wait(barriers.v_empty.index(0), (n & 1) ^ 1)
@@ -160,7 +154,7 @@ def _pairs(to, tiles, barriers, first_chunk, count, length, stride_v, stride_g, 
             gl.store(to.v + at, (dy * of_row[:, None]).to(to.v.dtype.element_ty), mask=is_in)
             of_p = warpgroup_mma_wait(0, deps=(of_p,))
             dp = of_p + dp if PARTS == 3 else of_p
-            dl = _add(tiles_of(tiles.dys, stage, PARTS, False), us, dl, PARTS, PARTS, PARTS)
+            dl = add(tiles_of(tiles.dys, stage, PARTS, False), us, dl, PARTS, PARTS, PARTS)
             hand_on(barriers.empty.index(stage))
         i, j = gl.arange(0, C, layout=LEFT) + zero, gl.arange(0, C, layout=RIGHT) + zero
         is_seen, is_before = i[:, None] >= j[None, :], i[:, None] > j[None, :]

@@ -3,6 +3,8 @@
 A chunk has to wait for the state before it, and its outputs wait for nobody's sake. So one warpgroup carries the state from chunk to chunk,
 in registers. It leaves parts of S and of u in shared memory, from which another one computes the outputs. A third one has the copy engine
 (TMA) load chunks ahead.
+
+The state space's gradients of states are such a pass, too, backwards, with q, do and e b in place of k, v and β r a.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ COLUMNS = gl.constexpr(64)
 _MANY, _FEW = gl.constexpr(168), gl.constexpr(24)
 
 #: Tensors, as descriptors, or addresses of a head's first number. early, later: k, or with CHANNEL what is multiplied with S and u.
-_Memory = namedtuple("_Memory", "early later queries v inverse pairs out factors sums skip head")
+#: states: with KEEPS, where the state before each chunk goes. out: there, of u, or of those states in bfloat16.
+_Memory = namedtuple("_Memory", "early later queries v inverse pairs out factors sums skip head states")
 #: Buffers in shared memory. states, news: parts of S and u. firsts: of `first_bad`. decays: of CHANNEL; of the state space, c in two parts.
 _Tiles = namedtuple("_Tiles", "early later queries v inverse pairs out factors decays states news firsts")
 #: Whether tiles of the state's warpgroup, of the outputs', S and u are full, or free to be overwritten.
@@ -56,7 +59,7 @@ def _without_bad(u, i, C: gl.constexpr):
 def _carry(
     First, Last, memory, tiles, barriers, first_chunk, count, column, first_k, first_v, last_k, last_v, is_last, how: gl.constexpr
 ):  # fmt: skip
-    """Carry the state, (columns, K), over chunks. Last: with KEEPS, where the state before each chunk goes."""
+    """Carry the state, (columns, K), over chunks."""
     STATE: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, how.WK, 16])
     TOKENS: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, how.C, 16])
     OF_TOKEN: gl.constexpr = gl.SliceLayout(0, TOKENS)
@@ -69,16 +72,18 @@ def _carry(
     if First is not None:
         state = gl.load(First + (d[None, :] * first_k + e[:, None] * first_v)).to(gl.float32)
     for n in range(count):
-        stage = n % how.STAGES
+        stage, chunk = n % how.STAGES, first_chunk + (count - 1 - n if how.REVERSED else n)
         parts = parts_of(state, TOKENS, how.PARTS)
         mbarrier.wait(barriers.full.index(stage), (n // how.STAGES) & 1)
         factors = tiles.factors.index(stage)
         is_bad = number_of(factors.slice(3 * how.C, 1)) != 0.0
         if how.DELTA:
             seen = times(parts, tiles_of(tiles.early, stage, OF_KEYS, True), no_tokens, how.PARTS, OF_KEYS, False)
-        if how.KEEPS:
-            at = (first_chunk + n) * (how.WK * how.WV) + column
-            gl.store(Last + (at + d[None, :] * how.WV + e[:, None]), state)
+        if how.KEEPS and memory.states.dtype.element_ty == gl.bfloat16:
+            store_parts(state, memory.out, tiles.out, chunk, column, how.WK, 1)
+        elif how.KEEPS:
+            at = chunk * (how.WK * how.WV) + column
+            gl.store(memory.states + (at + d[None, :] * how.WV + e[:, None]), state)
         else:
             mbarrier.wait(barriers.s_empty.index(0), (n & 1) ^ 1)
             leave(parts, tiles.states, 0, how.OF_OUT)
@@ -89,7 +94,7 @@ def _carry(
             if not how.CHANNEL:
                 seen = seen * factors.slice(0, how.C).load(OF_TOKEN)[None, :]
             u = u - seen
-        u = u * factors.slice(2 * how.C, how.C).load(OF_TOKEN)[None, :]
+        u = u * factors.slice(0 if how.REVERSED else 2 * how.C, how.C).load(OF_TOKEN)[None, :]
         if how.DELTA:
             first = gl.full([COLUMNS], how.C, gl.int32, layout=gl.SliceLayout(1, TOKENS))
             if is_bad:
@@ -103,13 +108,16 @@ def _carry(
             late = u
             kept = state * tiles.decays.index(stage).load(gl.SliceLayout(0, STATE))[None, :]
         else:
-            late = u * factors.slice(how.C, how.C).load(OF_TOKEN)[None, :]
+            late = u if how.REVERSED else u * factors.slice(how.C, how.C).load(OF_TOKEN)[None, :]
             kept = state * number_of(factors.slice(3 * how.C + 1, 1))
         keys = tiles_of(tiles.later, stage, OF_KEYS, False)
         state = times(parts_of(late, STATE, how.PARTS), keys, kept, how.PARTS, OF_KEYS, how.PARTS < 3)
         # What the outputs need goes while the tensor cores run.
         if how.KEEPS:
-            store_parts(u, memory.out, tiles.out, first_chunk + n, column, how)
+            if how.DELTA:
+                store_parts(u, memory.out, tiles.out, chunk, column, how.C, how.PARTS)
+            else:
+                fence_async_shared()
         else:
             mbarrier.wait(barriers.u_empty.index(0), (n & 1) ^ 1)
             if is_bad:
@@ -124,8 +132,9 @@ def _carry(
         mbarrier.arrive(barriers.empty.index(stage))
     if how.KEEPS:
         tma.store_wait(0)
-    elif is_last:
-        gl.store(Last + (d[None, :] * last_k + e[:, None] * last_v), state.to(Last.dtype.element_ty))
+    if Last is not None:
+        if is_last:
+            gl.store(Last + (d[None, :] * last_k + e[:, None] * last_v), state.to(Last.dtype.element_ty))
 
 
 @gluon.jit
@@ -231,7 +240,7 @@ def _fetch(memory, tiles, barriers, first_chunk, count, column, how: gl.constexp
     for n in range(count):
         stage, phase = n % how.STAGES, (n // how.STAGES) & 1
         full, q_full = barriers.full.index(stage), barriers.q_full.index(stage)
-        chunk = first_chunk + n
+        chunk = first_chunk + (count - 1 - n if how.REVERSED else n)
         factors = gl.load(memory.factors + (chunk * 5 * how.C + how.C + own))
         if how.CHANNEL:
             numbers = gl.exp2(gl.load(memory.sums + (chunk * how.C * how.WK + (how.C - 1) * how.WK + d)) * LOG2E)
@@ -268,6 +277,8 @@ def state_pass_sm90(
     PARTS: gl.constexpr = how.PARTS
     STAGES: gl.constexpr = how.STAGES
     OF_KEYS: gl.constexpr = PARTS if how.CHANNEL else 1
+    # With it there are states alone.
+    BARE: gl.constexpr = how.KEEPS and not how.DELTA
     blocks: gl.constexpr = how.WV // COLUMNS
     column = gl.program_id(0) % blocks * COLUMNS
     row, piece = (gl.program_id(0) // blocks // pieces).to(gl.int64), gl.program_id(0) // blocks % pieces
@@ -282,19 +293,24 @@ def state_pass_sm90(
     else:
         early = rows_of(K + batch * k_b + head // group * k_h, length, k_s, C, DIMS, DIMS)
         later = early
-        queries = rows_of(Q + batch * q_b + head // group * q_h, length, q_s, C, DIMS, DIMS)
+        queries = early if BARE else rows_of(Q + batch * q_b + head // group * q_h, length, q_s, C, DIMS, DIMS)
     of_inverse, of_pairs = early, early
     if how.DELTA:
         of_pairs = rows_of(Pairs + at * PARTS * C * C, planes, C, C, C, C)
         of_inverse = rows_of(Inverse + at * PARTS * C * C, planes, C, C, C, C)
     of_v = rows_of(V + batch * v_b + head * v_h, length, v_s, C, how.WV, COLUMNS)
-    if how.KEEPS:
+    if BARE and PARTS > 1:
+        out = of_v
+    elif BARE:
+        out = rows_of(States + at * DIMS * how.WV, chunks * DIMS, how.WV, DIMS, how.WV, COLUMNS)
+    elif how.KEEPS:
         out = rows_of(Values + at * PARTS * C * how.WV, planes, how.WV, C, how.WV, COLUMNS)
     else:
         out = rows_of(Out + (batch * length * heads + head) * how.WV, length, heads * how.WV, C, how.WV, COLUMNS)
     memory = _Memory(
         early=early, later=later, queries=queries, v=of_v, inverse=of_inverse, pairs=of_pairs, out=out,
         factors=Factors + at * 5 * C, sums=Sums + at * (C * DIMS if how.CHANNEL else 2 * C), skip=Skip, head=head,
+        states=States + at * DIMS * how.WV if how.KEEPS else None,
     )  # fmt: skip
     NUMBERS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     STATES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COLUMNS, DIMS], gl.bfloat16)
@@ -302,31 +318,31 @@ def state_pass_sm90(
     of_keys = room(early, STAGES * OF_KEYS, C, DIMS)
     tiles = _Tiles(
         early=of_keys, later=room(later, STAGES * OF_KEYS, C, DIMS) if how.CHANNEL else of_keys,
-        queries=room(queries, STAGES * (how.OF_OUT if how.CHANNEL else 1), C, DIMS), v=room(memory.v, STAGES, C, COLUMNS),
+        queries=of_keys if BARE else room(queries, STAGES * (how.OF_OUT if how.CHANNEL else 1), C, DIMS),
+        v=room(memory.v, STAGES, C, COLUMNS),
         inverse=room(of_inverse, STAGES * PARTS, C, C) if how.DELTA else of_keys,
         pairs=room(of_pairs, STAGES * how.OF_OUT, C, C) if how.DELTA else of_keys,
-        out=room(out, PARTS if how.KEEPS else 1, C, COLUMNS),
+        out=room(out, PARTS if how.KEEPS else 1, DIMS if BARE else C, COLUMNS) if PARTS == 1 or not BARE else of_keys,
         factors=gl.allocate_shared_memory(gl.float32, [STAGES, 4 * C], NUMBERS),
         decays=gl.allocate_shared_memory(gl.float32, [STAGES, DIMS if how.DELTA else 2 * C], NUMBERS),
-        states=gl.allocate_shared_memory(gl.bfloat16, [how.OF_OUT, COLUMNS, DIMS], STATES),
-        news=gl.allocate_shared_memory(gl.bfloat16, [how.OF_OUT, COLUMNS, C], VALUES),
+        states=of_keys if BARE else gl.allocate_shared_memory(gl.bfloat16, [how.OF_OUT, COLUMNS, DIMS], STATES),
+        news=of_keys if BARE else gl.allocate_shared_memory(gl.bfloat16, [how.OF_OUT, COLUMNS, C], VALUES),
         firsts=gl.allocate_shared_memory(gl.int32, [COLUMNS], NUMBERS),
     )  # fmt: skip
     barriers = _Barriers(
-        full=ring(STAGES, 2), empty=ring(STAGES, 1 if how.DELTA else 2), q_full=ring(STAGES, 1), q_empty=ring(STAGES, 1),
+        full=ring(STAGES, 2), empty=ring(STAGES, 1 if how.DELTA or BARE else 2), q_full=ring(STAGES, 1), q_empty=ring(STAGES, 1),
         s_full=ring(1, 1), s_empty=ring(1, 1), u_full=ring(1, 1), u_empty=ring(1, 1),
     )  # fmt: skip
     fence_async_shared()
     first, last = First, Last
-    if how.KEEPS:
-        last = States + at * DIMS * how.WV
-    else:
+    if Last is not None:
         last = Last + (row * DIMS * how.WV + column * last_v)
     if First is not None:
         first = First + (batch * first_b + head * first_h + piece * first_p + column * first_v)
+    is_last = piece == (0 if how.REVERSED else pieces - 1)
     given = (memory, tiles, barriers, first_chunk, count, column, how)
     own = (
-        first, last, memory, tiles, barriers, first_chunk, count, column, first_k, first_v, last_k, last_v, piece == pieces - 1, how
+        first, last, memory, tiles, barriers, first_chunk, count, column, first_k, first_v, last_k, last_v, is_last, how
     )  # fmt: skip
     if how.KEEPS:
         gl.warp_specialize([(_carry, own), (_fetch, given)], [4], [_FEW])

@@ -83,7 +83,7 @@ def _carry(
         early = factors.slice(0, C).load(OF_TOKEN) * factors.slice(2 * C, C).load(OF_TOKEN)
         lost = parts_of(-dx * early[None, :], STATE, PARTS)
         change = times(lost, tiles_of(tiles.keys, stage, 1, False), no_state, PARTS, 1, False)
-        store_parts(dx, memory.dys, tiles.dys, chunk, column, how)
+        store_parts(dx, memory.dys, tiles.dys, chunk, column, C, PARTS)
         change = warpgroup_mma_wait(0, deps=(change,))
         after = kept + change
         hand_on(barriers.empty.index(stage))

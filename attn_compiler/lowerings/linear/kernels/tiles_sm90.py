@@ -6,14 +6,20 @@ from collections import namedtuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from attn_compiler.lowerings.shared.kernels.releases_sm90 import async_load, async_store, barrier_of_threads
 from attn_compiler.lowerings.shared.kernels.tile_parts import LOG2E
 
 #: Constants, as in forward.py and backward.py. STAGES: chunks, or slices of one, in shared memory. KEEPS: of a backward, states and u are
-#: stored, and no outputs.
-Switches = namedtuple("Switches", "C WK WV PARTS OF_OUT OF_ROWS DELTA CHANNEL STAGES KEEPS")
+#: stored, and no outputs. REVERSED: from the last chunk to the first, of the state space's gradients of states.
+Switches = namedtuple("Switches", "C WK WV PARTS OF_OUT OF_ROWS DELTA CHANNEL STAGES KEEPS REVERSED")
 
 
 @gluon.constexpr_function
@@ -39,6 +45,13 @@ def times(left, right, to, LEFT: gl.constexpr, RIGHT: gl.constexpr, ADDS: gl.con
     for n in gl.static_range(6):
         to = _product(left, right, to, _pair(LEFT, RIGHT, n), ADDS or n > 0)
     return to
+
+
+@gluon.jit
+def add(left, right, to, LEFT: gl.constexpr, RIGHT: gl.constexpr, PARTS: gl.constexpr):
+    """Add a product to a sum: of three parts by itself, since tensor cores would cut off bits of a large sum."""
+    found = warpgroup_mma_wait(0, deps=(times(left, right, to, LEFT, RIGHT, PARTS < 3),))
+    return found + to if PARTS == 3 else found
 
 
 @gluon.jit
@@ -112,17 +125,17 @@ def leave(parts, tiles, at, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def store_parts(x, memory, tiles, chunk, column, how: gl.constexpr):
-    """Have the copy engine store the parts of a tile, (columns, C), turned, once those of the chunk before are read."""
+def store_parts(x, memory, tiles, chunk, column, SIZE: gl.constexpr, PARTS: gl.constexpr):
+    """Have the copy engine store the parts of a tile, (columns, SIZE), turned, once those of the chunk before are read."""
     tma.store_wait(0)
     barrier_of_threads()
-    parts = split(x, how.PARTS)
-    for n in gl.static_range(how.PARTS):
+    parts = split(x, PARTS)
+    for n in gl.static_range(PARTS):
         tiles.index(n).permute([1, 0]).store(parts[n])
     fence_async_shared()
     barrier_of_threads()
-    for n in gl.static_range(how.PARTS):
-        async_store(memory, [(chunk * how.PARTS + n) * how.C, column], tiles.index(n))
+    for n in gl.static_range(PARTS):
+        async_store(memory, [(chunk * PARTS + n) * SIZE, column], tiles.index(n))
 
 
 @gluon.jit
@@ -135,7 +148,7 @@ def load_parts(
 
 
 @gluon.jit
-def rows_of(X, length, stride, SIZE: gl.constexpr, DIMS: gl.constexpr, TILE: gl.constexpr):
+def rows_of(X, length, stride, SIZE: gl.constexpr, DIMS, TILE: gl.constexpr):
     """Describe rows of one head. Reads beyond them are 0, and writes do nothing."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([SIZE, TILE], X.dtype.element_ty)
     return tma.make_tensor_descriptor(X, [length, DIMS], [stride, 1], [SIZE, TILE], LAYOUT)

@@ -52,11 +52,20 @@ PLACES: Mapping[str, Place] = {
     "state_pass_sm90": Place(module=linear, load="tiles.v.index(stage)", arrive="mbarrier.arrive(barriers.empty."),
     "reverse_pass_sm90": _COPIED,
     "head_gradients_sm90": _COPIED,
+    "space_gradients_sm90": _COPIED,
 }
 #: further loads from shared memory in kernels for Hopper, by their first words: threads wrote what they read
 OF_THREADS = ("tiles.index(at)", "stats.slice(", "tiles.weights", "tiles.decay", "tiles.grads", "tiles.firsts")
 OF_THREADS += ("factors.slice(", "tile.load(gl.BlockedLayout", "c.load(ROW)", "less.load(ROW)")
-OF_THREADS += ("numbers.slice(", "tiles.sums.", "lost.load(", "tiles.base.", "tiles.lasts.", "tiles.factors.")
+OF_THREADS += (
+    "numbers.slice(",
+    "tiles.sums.",
+    "lost.load(",
+    "tiles.base.",
+    "tiles.lasts.",
+    "tiles.factors.",
+    "tiles.bads.",
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from attn_compiler.lowerings.linear import triton_backward, triton_launch, triton_passes
-from attn_compiler.lowerings.linear.kernels import backward_sm90, forward_sm90, reverse_sm90
+from attn_compiler.lowerings.linear.kernels import backward_sm90, forward_sm90, reverse_sm90, space_sm90
 from attn_compiler.lowerings.linear.triton_tensors import LinearTensors
 from tests.lowerings.linear.kernels.interpreted import with_bfloat16
 from tests.lowerings.linear.triton_problems import FORMS
 from tests.lowerings.shared.kernels import gluon_in_torch
 
 _PASSES = ("states", "values", "afters", "grad_values", "grad_first")
-_KERNELS = (forward_sm90, reverse_sm90, backward_sm90)
+_KERNELS = (forward_sm90, reverse_sm90, backward_sm90, space_sm90)
 
 
 @pytest.mark.parametrize("precision", ["exact", "fla"])
@@ -102,3 +102,69 @@ def _run(call: LinearTensors, kernel: Any, programs: int, *given: int, part: str
 def _flat(x: torch.Tensor) -> torch.Tensor:
     """Return all from the first number of x to the last."""
     return x.as_strided((1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True)),), (1,))
+
+
+@pytest.mark.parametrize("precision", ["exact", "fla"])
+@pytest.mark.parametrize(
+    ("length", "bad", "heads", "groups", "has_first"),
+    [
+        (150, None, 4, 2, True),
+        (64, "grad", 2, 1, False),
+        (260, "v", 4, 1, True),
+        (100, "beta", 4, 1, True),
+        (1, None, 6, 2, False),
+    ],
+)
+def test_the_state_space(
+    precision: str, length: int, bad: str | None, heads: int, groups: int, has_first: bool
+) -> None:
+    """Operands are views. With one processor a program has all heads of a group; with many, 260 tokens have
+    pieces."""
+    torch.manual_seed(0)
+    form = dataclasses.replace(FORMS["ssd"], precision=precision, out_dtype="float32")
+    q, k = torch.randn(2, length, 2, groups, 128).bfloat16().unbind(2)
+    v, grad = torch.randn(2, length, heads, 72).bfloat16()[..., :64], torch.randn(2, length, heads, 64)
+    given = {"q": q, "k": k, "v": v, "g": -torch.rand(2, length, heads), "beta": torch.rand(2, length, heads)}
+    if bad is not None:
+        x = {**given, "grad": grad}[bad]
+        (x[..., 3] if x.ndim == 4 else x)[0, length // 2, 0] = torch.nan
+    skip = torch.randn(heads) if has_first else None
+    given["first"] = torch.randn(2, heads, 64, 128) if has_first else None
+    call = LinearTensors.of("linear_chunks_backward", {**given, "skip": skip}, form.text, grad)
+    named = call.named
+    named.update({f"grad_{name}": torch.empty_like(x) for name, x in given.items() if x is not None}, grad=grad)
+    named["grad_v"], named["grad_last"] = torch.empty(v.shape, dtype=v.dtype), torch.randn(2, heads, 64, 128)
+    results = ["states", "afters", "grad_v", "grad_g", "grad_beta", *(["grad_first"] if has_first else [])]
+
+    def run(call: LinearTensors) -> dict[str, torch.Tensor]:
+        triton_launch.chunks(call)
+        triton_backward._states(call)
+        found = {"skip": triton_backward._chunk_gradients(call, skip)}
+        for name in ("q", "k"):
+            part = named[f"part_{name}"]
+            found[name] = part.view(2, length, groups, -1, 128).sum(3)
+        found |= {name: named[name] for name in results}
+        return {name: x.clone() for name, x in found.items() if x is not None}
+
+    with with_bfloat16():
+        wanted = run(call)
+    for processors in (1, 48):
+        for name in results:
+            named[name].fill_(7.0)
+        named.pop("pairs", None)
+        with (
+            mock.patch.object(triton_backward, "processors", return_value=processors),
+            mock.patch.object(triton_passes, "processors", return_value=processors),
+            mock.patch.object(triton_passes, "_SHORTEST", 1),
+            mock.patch.object(LinearTensors, "run", _run),
+            with_bfloat16(),
+        ):
+            found = run(dataclasses.replace(call, on_hopper=True))
+        assert "pairs" not in named
+        for name, expected in wanted.items():
+            within = (2e-5 if precision == "exact" and expected.dtype == torch.float32 else 1e-2) * _largest(expected)
+            if precision == "exact" and name in ("q", "k"):
+                within = 1e-4 * _largest(expected)
+            same = found[name].view(expected.shape).to(expected.dtype)
+            torch.testing.assert_close(same, expected, atol=within, rtol=0.0, equal_nan=True)
+    assert all(bool(x.isfinite().all()) for x in wanted.values()) == (bad is None)

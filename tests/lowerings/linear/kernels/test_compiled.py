@@ -38,6 +38,7 @@ _SPILLED = {
     "head_gradients_sm90": 500,
     "state_pass_sm90": 260,
     "reverse_pass_sm90": 64,
+    "space_gradients_sm90": 1500,
 }
 _SPILLED_80 = {
     "head_chunks": 1400,
