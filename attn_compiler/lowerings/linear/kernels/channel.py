@@ -23,7 +23,7 @@ from attn_compiler.lowerings.linear.kernels.tiles import (
 from attn_compiler.lowerings.shared.kernels.releases_assembler_sm90 import assembled_jit
 
 #: largest |c| of a chunk whose decays are divided by each other; parts of exp(-c) are numbers of bfloat16 that are no denormals
-_WEAK = tl.constexpr(40.0)
+WEAK = tl.constexpr(40.0)
 
 
 @assembled_jit(do_not_specialize=["length", "chunks"])
@@ -67,7 +67,7 @@ def channel_chunks(
         store_parts(Queries, of_keys, of_all, queries, OF_PAIRS)
         store_parts(Early, of_keys, of_all, early, PARTS)
         of_sums = Sums + at * C * WK + i[:, None] * WK + own[None, :]
-        is_weak = tl.max(tl.max(tl.abs(c), 1), 0) < _WEAK
+        is_weak = tl.max(tl.max(tl.abs(c), 1), 0) < WEAK
         if KEEPS or not is_weak:
             tl.store(of_sums, c)
         else:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
+from attn_compiler.lowerings.linear.kernels.channel import WEAK
 from attn_compiler.lowerings.linear.kernels.tiles import (
     first_bad,
     numbers,
@@ -115,17 +116,18 @@ def channel_pair_gradients(
     token = chunk * C + own
     c, c_own = tl.load(Sums + i[:, None] * WK + d[None, :]), tl.load(Sums + own[:, None] * WK + d[None, :])
     k = rows(K, chunk * C + i, length, k_s, d, DK, WK).to(tl.float32) * tl.load(Norms + C + i)[:, None]
-    # As the later of pairs with tokens before the block, around the block's first row.
+    # As the later of pairs with tokens before the block, and within it if its decays may be divided by each other, around its first row.
     base = tl.load(Sums + first * WK + d)
-    is_before = (i < first)[:, None]
+    is_weak = tl.max(tl.max(tl.abs(c_own - base[None, :]), 1), 0) < WEAK
+    is_before = (i < tl.where(is_weak, first + 16, first))[:, None]
     keys = tl.where(is_before, k * tl.exp(tl.where(is_before, base[None, :] - c, 0.0)), 0.0)
     of_rows = own[:, None] * C + i[None, :]
     grown = tl.exp(c_own - base[None, :])
     dq = product(tl.load(Grad_pairs + of_rows), keys, PARTS) * grown
     later = product(tl.load(Grad_lower + of_rows), keys, PARTS) * grown
-    # As the earlier of pairs with tokens after the block, around the block's last row.
+    # As the earlier of pairs with tokens after the block or within it, around its last row.
     base = tl.load(Sums + (first + 15) * WK + d)
-    is_after = (i > first + 15)[:, None]
+    is_after = (i > tl.where(is_weak, first - 1, first + 15))[:, None]
     shrunk = tl.where(is_after, tl.exp(tl.where(is_after, c - base[None, :], 0.0)), 0.0)
     of_columns = i[None, :] * C + own[:, None]
     q = rows(Q, chunk * C + i, length, q_s, d, DK, WK).to(tl.float32) * tl.load(Norms + i)[:, None]
@@ -133,8 +135,8 @@ def channel_pair_gradients(
     k *= numbers(Beta, chunk * C + i, length, beta_s)[:, None]
     earlier = product(tl.load(Grad_lower + of_columns), k * shrunk, PARTS, earlier)
     earlier *= tl.exp(base[None, :] - c_own)
-    # Within the block, token by token: as an earlier one, then as a later one.
-    for one in tl.range(0, 16):
+    # Elsewhere within the block, token by token: as an earlier one, then as a later one.
+    for one in tl.range(tl.where(is_weak, 16, 0), 16):
         j = first + one
         is_one = (d < DK) & (chunk * C + j < length)
         of_one = (chunk * C + j).to(tl.int64)

@@ -250,12 +250,15 @@ def test_gradients_are_finite_where_those_of_the_recurrence_are(name: str, of_re
 
 
 @pytest.mark.parametrize("device", _DEVICES)
-def test_strong_decays_of_channels_keep_the_state_exact(device: str) -> None:
-    """A token's decay to its chunk's end is a small difference of sums of hundreds."""
+def test_strong_decays_of_channels_keep_results_exact(device: str) -> None:
+    """A token's decay to its chunk's end is a small difference of sums of hundreds, whose exponentials overflow."""
     if device == "cuda":
         skip_where_refused()
     form = FORMS["channel"]
     given = dict(zip(form.roles, problem(form, (128, 1, 1, 16, 16), device=device), strict=True))
     with torch.no_grad():
         given["g"].uniform_(-10.0, -1.0)
-    assert furthest(form, list(given.values()))["last"] < 3.5e-7
+        given["g"][:, 48:80] /= 30.0
+    found = furthest(form, list(given.values()))
+    assert found.pop("last") < 3.5e-7
+    assert max(found.values()) < 3e-5
