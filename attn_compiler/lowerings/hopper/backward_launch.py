@@ -15,7 +15,7 @@ from attn_compiler.lowerings.hopper.kernels import around_backward, backward_sm9
 from attn_compiler.lowerings.hopper.kernels.tuples import GradSwitches
 from attn_compiler.lowerings.hopper.launch import adding_of, bhsd_strides, masking_of, may_leak, of_all, own_arguments
 from attn_compiler.lowerings.hopper.ops import IN_ORDER, grad_operands
-from attn_compiler.lowerings.hopper.plan import GradBlocks, grad_blocks_of, is_ordered, is_wide
+from attn_compiler.lowerings.hopper.plan import GradBlocks, grad_blocks_of, grad_dims, is_ordered, is_wide
 from attn_compiler.lowerings.shared.calls import gradient_launch, leaf_calls
 from attn_compiler.lowerings.shared.calls.arguments import (
     STATS_BLOCK,
@@ -232,12 +232,15 @@ def switches(
     on.
     """
     qk, v = head_dim_tiles(prepared.call.spec)
+    multiplied = grad_dims(prepared.call.spec)
     on_both_sides = prepared.plan.tiles or numbers["HAS_LEFT"]
     every = of_all(prepared, numbers, leaks=leaks)
     return GradSwitches(
         **{**every, "MASK_ALL": every["MASK_ALL"] or (in_order and on_both_sides)},
         QK_ALL=qk,
         V_ALL=v,
+        QK=multiplied[0],
+        V=multiplied[1],
         BLOCK_M=blocks.queries,
         BLOCK_N=blocks.keys,
         STAGES=blocks.stages,

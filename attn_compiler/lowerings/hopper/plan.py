@@ -206,6 +206,14 @@ def grad_blocks_of(spec: AttentionSpec, parts: site_parts.Parts | Plan) -> GradB
     return NARROW if is_whole and widest == min(GRAD_BLOCKS) else GRAD_BLOCKS[widest]
 
 
+def grad_dims(spec: AttentionSpec) -> tuple[int, int]:
+    """Return the head dims of the backward's products: 64 + 16 or 64 + 32 where that is enough, else powers of two. Two warpgroups share
+    two parts of dq."""
+    both = zip(head_dim_tiles(spec), head_dim_sums(spec), strict=True)
+    qk, v = (summed if summed > ROWS and summed.bit_count() == 2 else tile for tile, summed in both)
+    return qk, v
+
+
 def has_backward(spec: AttentionSpec) -> bool:
     """Return whether the backward takes a spec. Wider heads leave no registers for the sums of dk and dv. dv is stored from the memory of
     dq's sums, which is as large as dk. There is room for slopes and for half precision biases without a gradient, and for nothing else

@@ -17,7 +17,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
@@ -31,6 +30,15 @@ from attn_compiler.lowerings.hopper.kernels.grad_tiles_sm90 import (
     products_of_dq,
     start_product,
     weights_of,
+)
+from attn_compiler.lowerings.hopper.kernels.head_parts_sm90 import (
+    no_outputs,
+    outputs_of,
+    parts_in,
+    slices_of,
+    start_of,
+    sums_of,
+    width_of,
 )
 from attn_compiler.lowerings.hopper.kernels.in_order_sm90 import sums_have_come
 from attn_compiler.lowerings.hopper.kernels.tuples import (
@@ -66,8 +74,6 @@ def _step(
     With two halves, products of one are under way while the other has its weights. dv's product begins before the wait for the weights'
     gradients, so ptxas can't move the weights behind that.
     """
-    LEFT_OF_K: gl.constexpr = gl.DotOperandLayout(0, layouts.GRAD_K, k_width=2)
-    LEFT_OF_V: gl.constexpr = gl.DotOperandLayout(0, layouts.GRAD_V, k_width=2)
     QUERY: gl.constexpr = gl.SliceLayout(0, layouts.SCORES)
     HALVES: gl.constexpr = how.BLOCK_M // ROWS
     grad_k, grad_v = state
@@ -76,12 +82,12 @@ def _step(
     g = tiles.g.index(stage).reshape([how.BLOCK_M, how.V_ALL])
     mbarrier.wait(barriers.q_full.index(stage), phase)
     k = tiles.k.index(consumer).reshape([ROWS, how.QK_ALL])
-    scores = start_product(k, q, 0, layouts)
+    scores = start_product(k, q, 0, how.QK, layouts)
     if HALVES == 2:
-        next_scores = start_product(k, q, 1, layouts)
+        next_scores = start_product(k, q, 1, how.QK, layouts)
     mbarrier.wait(barriers.g_full.index(stage), phase)
     v = tiles.v.index(consumer).reshape([ROWS, how.V_ALL])
-    grad_weights = start_product(v, g, 0, layouts)
+    grad_weights = start_product(v, g, 0, how.V, layouts)
     mbarrier.wait(barriers.stats_full.index(stage), phase)
     start = told(tiles.first, stage)
     stats = tiles.stats.index(stage)
@@ -97,16 +103,16 @@ def _step(
         weights, through = weights_of(
             scores, start + half * ROWS, IS_MASKED, base, bias, own, masks, sizes, layouts, how
         )  # fmt: skip
-        left = gl.convert_layout(narrowed(weights, tiles.k), LEFT_OF_V, assert_trivial=True)
+        left = narrowed(weights, tiles.k)
         if HALVES == 1:
             delta = stats.slice(how.BLOCK_M, how.BLOCK_M).load(QUERY)
             # Already loaded: the branch alone matters, without which ptxas moves the weights behind the products' wait.
             mbarrier.wait(barriers.g_full.index(stage), phase)
             grad_weights = warpgroup_mma_wait(0, deps=(grad_weights,))
-        grad_v = warpgroup_mma(left, g.slice(half * ROWS, ROWS, dim=0), grad_v, is_async=True)
+        grad_v = outputs_of(left, slices_of(g.slice(half * ROWS, ROWS, dim=0), how.V), grad_v, how.V)
         if HALVES == 2:
             if half == 0:
-                next_grad_weights = start_product(v, g, 1, layouts)
+                next_grad_weights = start_product(v, g, 1, how.V, layouts)
                 scores, grad_weights = warpgroup_mma_wait(2, deps=(next_scores, grad_weights))
             else:
                 grad_weights = warpgroup_mma_wait(2, deps=(next_grad_weights,))
@@ -119,14 +125,14 @@ def _step(
             fence_async_shared()
             if HALVES == 1:
                 mbarrier.arrive(barriers.grads_full.index(stage))
-        left = gl.convert_layout(grads, LEFT_OF_K, assert_trivial=True)
-        grad_k = warpgroup_mma(left, q.slice(half * ROWS, ROWS, dim=0), grad_k, is_async=True)
+        grad_k = outputs_of(grads, slices_of(q.slice(half * ROWS, ROWS, dim=0), how.QK), grad_k, how.QK)
     if HALVES == 1:
         mbarrier.wait(barriers.grads_full.index(stage), phase)
     else:
         _meet()
-    sums = products_of_dq(consumer, tiles.grads.index(stage), tiles, layouts, how)
-    sums, grad_k, grad_v = warpgroup_mma_wait(0, deps=(sums, grad_k, grad_v))
+    sums = products_of_dq(consumer, tiles.grads.index(stage), tiles, how)
+    found = warpgroup_mma_wait(0, deps=(sums,) + grad_k + grad_v)  # noqa: RUF005 (Triton reads no stars)
+    sums, grad_k, grad_v = found[0], found[1 : 1 + parts_in(how.QK)], found[1 + parts_in(how.QK) :]
     # Until the copy engine has read the last sums of dq from their buffer, or, where blocks take turns, has added them.
     if how.IN_ORDER:
         sums_have_come()
@@ -139,12 +145,14 @@ def _step(
 
 
 @gluon.jit
-def _leave(Out, at, sums, tile, HEAD_DIM: gl.constexpr, ELEMENT: gl.constexpr):
-    """Store 64 rows of a gradient through the buffer of dq's sums."""
+def _leave(Out, at, sums, scale, tile, HEAD_DIM: gl.constexpr, DIMS: gl.constexpr, ELEMENT: gl.constexpr):
+    """Store 64 rows of a gradient, times the scale, through the buffer of dq's sums."""
     own = reinterpret(tile, ELEMENT, [1, 1, ROWS, HEAD_DIM], Out.layout)
     tma.store_wait(0)
     barrier_of_threads()
-    own.reshape([ROWS, HEAD_DIM]).store(sums.to(ELEMENT))
+    for n in gl.static_range(parts_in(DIMS)):
+        part = own.reshape([ROWS, HEAD_DIM]).slice(start_of(DIMS, n), width_of(DIMS, n), dim=1)
+        part.store((sums[n] * scale).to(ELEMENT))
     fence_async_shared()
     barrier_of_threads()
     async_store(Out, at, own)
@@ -157,16 +165,8 @@ def _compute(
 ):  # fmt: skip
     """Compute 64 keys of each block of this program."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
-    GRAD_K: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, how.QK_ALL, 16]
-    )
-    GRAD_V: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, how.V_ALL, 16]
-    )
-    SUM: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, how.SUM_COLUMNS, 16]
-    )
-    LAYOUTS: gl.constexpr = GradLayouts(SCORES=SCORES, GRAD_K=GRAD_K, GRAD_V=GRAD_V, SUM=SUM)
+    KEY: gl.constexpr = gl.SliceLayout(1, SCORES)
+    LAYOUTS: gl.constexpr = GradLayouts(SCORES=SCORES)
     sizes = work.sizes
     nth, loaded, done = 0, 0, 0
     mbarrier.wait(barriers.work_full.index(0), 0)
@@ -195,8 +195,7 @@ def _compute(
             keys=keys, least=least, most=most, document=document, factor=factor, cap=softcap * LOG2E, slope=slope,
             bits=bits,
         )  # fmt: skip
-        grad_k = gl.zeros([ROWS, how.QK_ALL], gl.float32, layout=GRAD_K)
-        grad_v = gl.zeros([ROWS, how.V_ALL], gl.float32, layout=GRAD_V)
+        grad_k, grad_v = no_outputs(how.QK), no_outputs(how.V)
         if count > 0:
             mbarrier.wait(barriers.kv_full, loaded & 1)
             state = (grad_k, grad_v)
@@ -224,11 +223,12 @@ def _compute(
             mbarrier.arrive(barriers.kv_empty)
         ELEMENT: gl.constexpr = tiles.k.dtype
         if how.MARKS:
-            mark_nan(Flag, grad_k, start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, GRAD_K)), sizes.seqlen_kv)
-            mark_nan(Flag, grad_v, start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, GRAD_V)), sizes.seqlen_kv)
+            rows = start + gl.arange(0, ROWS, layout=KEY)
+            mark_nan(Flag, sums_of(grad_k, KEY, how.QK), rows, sizes.seqlen_kv)
+            mark_nan(Flag, sums_of(grad_v, KEY, how.V), rows, sizes.seqlen_kv)
         at = [batch, head, start, 0]
-        _leave(GradV, at, grad_v, tiles.sums.index(consumer), how.V_ALL, ELEMENT)
-        _leave(GradK, at, grad_k * scale, tiles.sums.index(consumer), how.QK_ALL, ELEMENT)
+        _leave(GradV, at, grad_v, 1.0, tiles.sums.index(consumer), how.V_ALL, how.V, ELEMENT)
+        _leave(GradK, at, grad_k, scale, tiles.sums.index(consumer), how.QK_ALL, how.QK, ELEMENT)
         nth += 1
         place_of = nth % 2
         mbarrier.wait(barriers.work_full.index(place_of), (nth // 2) & 1)

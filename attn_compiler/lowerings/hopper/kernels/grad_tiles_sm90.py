@@ -6,6 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
+from attn_compiler.lowerings.hopper.kernels.head_parts_sm90 import out_layout, scores_of, slices_of, width_of
 from attn_compiler.lowerings.shared.kernels.optional import at_index
 from attn_compiler.lowerings.shared.kernels.releases_sm90 import add_from_shared, barrier_of_threads
 from attn_compiler.lowerings.shared.kernels.tile_parts import LOG2E
@@ -18,11 +19,10 @@ FAR = gl.constexpr(1 << 30)
 
 
 @gluon.jit
-def start_product(left, tile, HALF: gl.constexpr, layouts: gl.constexpr):
+def start_product(left, tile, HALF: gl.constexpr, DIMS: gl.constexpr, layouts: gl.constexpr):
     """Start the product of 64 keys (or values) and 64 queries (or rows of the output's gradient) of a tile, (keys, queries)."""
     none = gl.zeros([ROWS, ROWS], gl.float32, layout=layouts.SCORES)
-    right = tile.slice(HALF * ROWS, ROWS, dim=0).permute([1, 0])
-    return warpgroup_mma(left, right, none, use_acc=False, is_async=True)
+    return scores_of(slices_of(left, DIMS), slices_of(tile.slice(HALF * ROWS, ROWS, dim=0), DIMS), none, DIMS)
 
 
 @gluon.jit
@@ -75,16 +75,23 @@ def weights_of(
     return weights, through
 
 
+@gluon.constexpr_function
+def sum_width(consumer, how):
+    """Return the columns of dq that a warpgroup multiplies: all that it has room for, or of a sum of two powers of two one of these."""
+    return how.SUM_COLUMNS if how.QK == how.QK_ALL else width_of(how.QK, consumer)
+
+
 @gluon.jit
-def products_of_dq(consumer: gl.constexpr, grads, tiles, layouts: gl.constexpr, how: gl.constexpr):
+def products_of_dq(consumer: gl.constexpr, grads, tiles, how: gl.constexpr):
     """Start the product of a tile's gradients of scores (keys, queries) for dq: half of the columns, or of 128 queries half of one half."""
-    COLUMNS: gl.constexpr = how.SUM_COLUMNS
-    none = gl.zeros([ROWS, COLUMNS], gl.float32, layout=layouts.SUM)
+    COLUMNS: gl.constexpr = sum_width(consumer, how)
+    none = gl.zeros([ROWS, COLUMNS], gl.float32, layout=out_layout(COLUMNS, 0))
     grads_0, grads_1 = grads.slice(0, ROWS, dim=0), grads.slice(ROWS, ROWS, dim=0)
     k_0 = tiles.k.index(0).reshape([ROWS, how.QK_ALL])
     k_1 = tiles.k.index(1).reshape([ROWS, how.QK_ALL])
     if how.BLOCK_M == ROWS:
-        k_0, k_1 = k_0.slice(consumer * COLUMNS, COLUMNS, dim=1), k_1.slice(consumer * COLUMNS, COLUMNS, dim=1)
+        START: gl.constexpr = consumer * how.SUM_COLUMNS
+        k_0, k_1 = k_0.slice(START, COLUMNS, dim=1), k_1.slice(START, COLUMNS, dim=1)
     else:
         grads_0, grads_1 = grads_0.slice(consumer * ROWS, ROWS, dim=1), grads_1.slice(consumer * ROWS, ROWS, dim=1)
     sums = warpgroup_mma(grads_0.permute([1, 0]), k_0, none, use_acc=False, is_async=True)
@@ -93,9 +100,10 @@ def products_of_dq(consumer: gl.constexpr, grads, tiles, layouts: gl.constexpr, 
 
 @gluon.jit
 def add_to_dq(consumer: gl.constexpr, Sums, batch, head, start, n, sums, tiles, how: gl.constexpr):
-    """Have the copy engine add the n-th tile to the sums in memory, from a buffer that has to be free."""
+    """Have the copy engine add the n-th tile to the sums in memory, from a buffer that has to be free. Columns beyond memory's are not
+    added."""
     mine = tiles.sums.index(consumer)
-    mine.reshape([ROWS, how.SUM_COLUMNS]).store(sums)
+    mine.reshape([ROWS, how.SUM_COLUMNS]).slice(0, sum_width(consumer, how), dim=1).store(sums)
     fence_async_shared()
     if how.IN_ORDER:
         ROOM: gl.constexpr = 2 * how.STAGES
@@ -129,7 +137,6 @@ def keys_of_block(
 
 
 @gluon.jit
-def mark_nan(Flag, sums, rows, length):
-    """Raise the flag if a row of a gradient is NaN."""
-    found = gl.sum(sums, 1)
+def mark_nan(Flag, found, rows, length):
+    """Raise the flag if a row of a gradient is NaN. found: the sum of each row."""
     gl.store(Flag + rows * 0, rows * 0 + 1, mask=(found != found) & (rows < length))

@@ -88,6 +88,15 @@ def rows_at(tiles, place, SIZE: gl.constexpr, ALL: gl.constexpr):
 
 
 @gluon.jit
+def slices_of(tile, ALL: gl.constexpr):
+    """Return all parts of a tile whose rows lie in one buffer, which may be wider."""
+    found = ()
+    for n in gl.static_range(parts_in(ALL)):
+        found += (tile.slice(start_of(ALL, n), width_of(ALL, n), dim=1),)
+    return found
+
+
+@gluon.jit
 def scores_of(q, k, scores, ALL: gl.constexpr):
     """Start q kᵀ. q, k: of `rows_at`. The values in `scores` are overwritten."""
     for n in gl.static_range(parts_in(ALL)):

@@ -126,10 +126,12 @@ class GradSwitches(NamedTuple):
     HEAD_DIM_V: Any
     QK_ALL: Any  # the power of two that holds the head dim of q and k
     V_ALL: Any  # and of v
+    QK: Any  # dims of q and k that are multiplied, of QK_ALL in shared memory
+    V: Any  # and of v
     BLOCK_M: Any  # queries of a tile: 64, or 128 in two halves
     BLOCK_N: Any  # keys of a block: 64 for each of two warpgroups
     STAGES: Any  # tiles of queries and of the output's gradient that are in shared memory
-    SUM_COLUMNS: Any  # of dq that a warpgroup takes: half of QK_ALL with 64 queries, else all
+    SUM_COLUMNS: Any  # of dq that a warpgroup has room for: half of QK_ALL with 64 queries, else all
     HAS_LEFT: Any
     HAS_RIGHT: Any
     MASK_ALL: Any  # no tile goes without its mask

@@ -163,7 +163,7 @@ def _leave(
         first = (first_of_share(consumer, PARTS) + part) * how.PART
         dims = first + gl.arange(0, how.PART, layout=gl.SliceLayout(0, LAYOUT))
         if how.MARKS:
-            mark_nan(Flag, sums[part], rows, length)
+            mark_nan(Flag, gl.sum(sums[part], 1), rows, length)
         gl.store(
             of_head + (of_rows + dims[None, :]), (sums[part] * scale).to(Grad.dtype.element_ty),
             mask=inside & (dims < how.HEAD_DIM_QK)[None, :],
@@ -228,7 +228,7 @@ def _with_scores(
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, how.TILE, 16]
     )
-    LAYOUTS: gl.constexpr = GradLayouts(SCORES=LAYOUT, GRAD_K=LAYOUT, GRAD_V=LAYOUT, SUM=LAYOUT)
+    LAYOUTS: gl.constexpr = GradLayouts(SCORES=LAYOUT)
     sizes = work.sizes
     done = 0
     for nth in range(rounds):

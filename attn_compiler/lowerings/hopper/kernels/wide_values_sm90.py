@@ -117,7 +117,7 @@ def _store(GradV, Flag, sums, rows, first, length, stride, how: gl.constexpr):
     of_rows = gl.multiple_of(own.to(gl.int64) * stride, 8)[:, None]
     for n in gl.static_range(how.V_ALL // how.PART):
         if how.MARKS:
-            mark_nan(Flag, sums[n], own, length)
+            mark_nan(Flag, gl.sum(sums[n], 1), own, length)
         dims = first + n * how.PART + gl.arange(0, how.PART, layout=gl.SliceLayout(0, LAYOUT))
         at = gl.multiple_of(GradV, 16) + (of_rows + dims[None, :])
         gl.store(at, sums[n].to(GradV.dtype.element_ty), mask=inside & (dims < how.HEAD_DIM_V)[None, :])
@@ -132,7 +132,7 @@ def _compute(
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, how.TILE, 16]
     )
-    LAYOUTS: gl.constexpr = GradLayouts(SCORES=SCORES, GRAD_K=SCORES, GRAD_V=SCORES, SUM=SCORES)
+    LAYOUTS: gl.constexpr = GradLayouts(SCORES=SCORES)
     K_PARTS: gl.constexpr = how.QK_ALL // how.PART
     V_PARTS: gl.constexpr = how.V_ALL // how.PART
     PASSES: gl.constexpr = passes_in(how.HEAD_DIM_V, how.V_ALL)

@@ -36,6 +36,3 @@ class GradLayouts(NamedTuple):
     """Layouts of a backward's products in registers."""
 
     SCORES: Any  # (keys, queries)
-    GRAD_K: Any
-    GRAD_V: Any
-    SUM: Any  # of terms that are added to dq

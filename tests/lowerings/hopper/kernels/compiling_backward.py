@@ -10,7 +10,7 @@ from tests.lowerings.triton.kernels.compiling import say
 
 CASES = tuple(
     dataclasses.replace(case, name=f"grad_{case.name}", needs_grad=True)
-    for case in compiling.CASES
+    for case in (*compiling.CASES, *compiling.SUMMED)
     if max(case.head_dim, case.head_dim_v or 0) <= max(GRAD_BLOCKS)
 )
 #: with a dense mask, or a bias that wants no gradient
