@@ -163,16 +163,8 @@ def adding_of(tensors: Mapping[str, torch.Tensor]) -> Adding | None:
         return None
     batches, heads, rows, columns = further.shape
     at = bhsd_strides(further)
-    return Adding(
-        batches=batches,
-        heads=heads,
-        rows=rows,
-        columns=columns,
-        stride_b=at.b,
-        stride_h=at.h,
-        stride_q=at.s,
-        zero=added.zero(tensors["Q"].shape[2]),
-    )
+    sizes = {"batches": batches, "heads": heads, "rows": rows, "columns": columns}
+    return Adding(**sizes, stride_b=at.b, stride_h=at.h, stride_q=at.s, zero=added.zero(tensors["Q"].shape[2]))
 
 
 def of_all(prepared: Prepared, numbers: Mapping[str, Any], *, leaks: bool) -> dict[str, Any]:

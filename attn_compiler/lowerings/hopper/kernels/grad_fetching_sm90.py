@@ -7,13 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from attn_compiler.lowerings.hopper.kernels.in_order_sm90 import (
-    await_turn,
-    give_turn,
-    last_first,
-    place_in_order,
-    rank,
-)
+from attn_compiler.lowerings.hopper.kernels.in_order_sm90 import await_turn, give_turn, last_first, place_in_order, rank
 from attn_compiler.lowerings.hopper.kernels.tuples import GradBarriers, Visits
 from attn_compiler.lowerings.hopper.kernels.visiting import nth_shortest, nth_tile
 from attn_compiler.lowerings.shared.kernels.optional import list_of
@@ -212,17 +206,19 @@ def fetch(
 
 
 @gluon.jit
+def rooms_for_barriers(NUMBER: gl.constexpr, SHAPE: gl.constexpr):
+    """Allocate shared memory for barriers of a shape, so many times. They have to be initialised."""
+    found = ()
+    for _ in gl.static_range(NUMBER):
+        found += (gl.allocate_shared_memory(gl.int64, SHAPE, mbarrier.MBarrierLayout()),)
+    return found
+
+
+@gluon.jit
 def grad_barriers_of(STAGES: gl.constexpr):
-    LAYOUT: gl.constexpr = mbarrier.MBarrierLayout()
-    kv_full = gl.allocate_shared_memory(gl.int64, [1], LAYOUT)
-    kv_empty = gl.allocate_shared_memory(gl.int64, [1], LAYOUT)
-    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], LAYOUT)
-    q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], LAYOUT)
-    g_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], LAYOUT)
-    stats_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], LAYOUT)
-    grads_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], LAYOUT)
-    work_full = gl.allocate_shared_memory(gl.int64, [2, 1], LAYOUT)
-    work_empty = gl.allocate_shared_memory(gl.int64, [2, 1], LAYOUT)
+    kv_full, kv_empty = rooms_for_barriers(2, [1])
+    q_full, q_empty, g_full, stats_full, grads_full = rooms_for_barriers(5, [STAGES, 1])
+    work_full, work_empty = rooms_for_barriers(2, [2, 1])
     for i in gl.static_range(2):
         mbarrier.init(work_full.index(i), count=1)
         mbarrier.init(work_empty.index(i), count=2)

@@ -7,18 +7,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from attn_compiler.lowerings.hopper.kernels.forward_ring_sm90 import (
-    fetch_rows_in_parts,
-    fetch_tile_in_parts,
-    passes_in,
-)
+from attn_compiler.lowerings.hopper.kernels.forward_ring_sm90 import fetch_rows_in_parts, fetch_tile_in_parts, passes_in
+from attn_compiler.lowerings.hopper.kernels.grad_fetching_sm90 import rooms_for_barriers
 from attn_compiler.lowerings.hopper.kernels.tuples import Visits, WideBarriers
 from attn_compiler.lowerings.hopper.kernels.visiting import nth_tile
-from attn_compiler.lowerings.hopper.kernels.wide_visiting_sm90 import (
-    list_of_wide_block,
-    wide_block,
-    wide_visits,
-)
+from attn_compiler.lowerings.hopper.kernels.wide_visiting_sm90 import list_of_wide_block, wide_block, wide_visits
 from attn_compiler.lowerings.shared.kernels.releases_sm90 import async_load
 from attn_compiler.lowerings.shared.kernels.tiles_sm90 import ROWS
 
@@ -27,25 +20,12 @@ from attn_compiler.lowerings.shared.kernels.tiles_sm90 import ROWS
 def wide_barriers_of(STAGES: gl.constexpr, STAGES_V: gl.constexpr):
     """Make barriers of a block's own rows, of STAGES and STAGES_V parts of tiles, each read last by one warpgroup, and of a tile's
     gradients."""
-    LAYOUT: gl.constexpr = mbarrier.MBarrierLayout()
-    own_full = gl.allocate_shared_memory(gl.int64, [1], LAYOUT)
-    own_empty = gl.allocate_shared_memory(gl.int64, [1], LAYOUT)
-    own_v_full = gl.allocate_shared_memory(gl.int64, [1], LAYOUT)
-    own_v_empty = gl.allocate_shared_memory(gl.int64, [1], LAYOUT)
-    given = gl.allocate_shared_memory(gl.int64, [1], LAYOUT)
-    grads_full = gl.allocate_shared_memory(gl.int64, [1], LAYOUT)
-    grads_empty = gl.allocate_shared_memory(gl.int64, [1], LAYOUT)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], LAYOUT)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], LAYOUT)
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES_V, 1], LAYOUT)
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES_V, 1], LAYOUT)
-    mbarrier.init(own_full, count=1)
-    mbarrier.init(own_empty, count=1)
-    mbarrier.init(own_v_full, count=1)
-    mbarrier.init(own_v_empty, count=1)
-    mbarrier.init(given, count=1)
-    mbarrier.init(grads_full, count=1)
-    mbarrier.init(grads_empty, count=1)
+    single = rooms_for_barriers(7, [1])
+    own_full, own_empty, own_v_full, own_v_empty, given, grads_full, grads_empty = single
+    full, empty = rooms_for_barriers(2, [STAGES, 1])
+    v_full, v_empty = rooms_for_barriers(2, [STAGES_V, 1])
+    for i in gl.static_range(7):
+        mbarrier.init(single[i], count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
