@@ -31,40 +31,40 @@ AS_GOOD_AS_PUBLIC = ("torch._subclasses", "torch.utils._pytree", "torch.utils._p
 LINES = {
     ".": 383,  # a list of sentences is one input; details of a report, and a program of a site, are printed
     "compiling": 2124,  # sentences for `encode`; small batches run padded; freezing in vain; names of models; late imports
-    "context_parallel": 1439,  # with rank_sync, which stood in torch_private/
+    "context_parallel": 1430,  # with rank_sync, which stood in torch_private/
     "export": 296,
-    "index_expr": 2231,  # an equation is solved for an index here, where two rooms did so
+    "index_expr": 2227,  # an equation is solved for an index here, where two rooms did so
     "integrations": 334,
     "lowerings": 474,  # what a kept rewrite asks is data; families are a list; whether one reads a tensor over pairs; what runs anywhere
-    "lowerings/choice": 1879,  # rows for AVX-512
-    "lowerings/cudnn": 1903,
-    "lowerings/decode": 3359,  # schedules of 17 to 64 rows; rows that begin alike; full machines
-    "lowerings/fa4": 862,
+    "lowerings/choice": 1869,  # rows for AVX-512
+    "lowerings/cudnn": 1893,
+    "lowerings/decode": 3342,  # schedules of 17 to 64 rows; rows that begin alike; full machines
+    "lowerings/fa4": 852,
     "lowerings/fp8": 1756,
     "lowerings/graph_ops": 553,
-    "lowerings/hopper": 5443,
-    "lowerings/linear": 3897,  # the passes for Hopper, and gradients of chunks, in Gluon
+    "lowerings/hopper": 5438,
+    "lowerings/linear": 4310,  # passes and gradients of chunks for Hopper, in Gluon, of the state space, too
     "lowerings/plain": 670,
     "lowerings/rows": 615,  # runs whose ends go on by one key a query, as in rows that share a prompt
     "lowerings/sdpa": 344,
-    "lowerings/shared": 10184,  # documents of 64 bits; Hopper needs one class of lengths
-    "lowerings/triton": 898,  # kernels of a backward are imported where one runs
+    "lowerings/shared": 10123,  # documents of 64 bits; Hopper needs one class of lengths
+    "lowerings/triton": 893,  # kernels of a backward are imported where one runs
     "options": 322,  # precision of linear attention; prompts that rows share; reads sources without pathlib
     "passes": 21,
-    "passes/context_parallel": 3382,  # with the record of a shared graph, which stood in graph/
-    "passes/graph": 6048,  # copies of caches have a remedy; constants of one number are equal; which nodes are told of; who shares a cache
+    "passes/context_parallel": 3361,  # with the record of a shared graph, which stood in graph/
+    "passes/graph": 6004,  # copies of caches have a remedy; constants of one number are equal; which nodes are told of; who shares a cache
     # Sinks and logsumexps are read as quotients here, where spelling/ had a table of two forms.
     # Exponentials may be divided by their sum after the product, too; the search of modules is apart from what it finds.
-    "passes/matching": 5913,  # a column of sinks; a nearer reason than how a softmax is written; graphs without sites; a quick look
+    "passes/matching": 5769,  # a column of sinks; a nearer reason than how a softmax is written; graphs without sites; a quick look
     "passes/pipeline": 675,  # a step says what it needs to have anything to do; workers start where no rewrite was kept
-    "passes/recovering": 6038,  # Transformer-XL's shift; squares over borders; computed places, alternatives, learned biases, symbols
+    "passes/recovering": 5978,  # Transformer-XL's shift; squares over borders; computed places, alternatives, learned biases, symbols
     "passes/rewrites": 1221,  # the name of a model; an op is defined when a record names it
-    "passes/spelling": 2750,  # spells out quantised weights; checkpoints ask for themselves whether they are inlined
-    "passes/unpad": 3290,  # prompts that rows share; int8; the work that packing saves
-    "passes/writing": 2130,  # precision of linear attention; remedies of sites; with the state of delayed FP8 scaling
-    "reasons": 835,  # names that begin so; a copy has a remedy, an estimate has words; a reason without a remedy has that of its page
+    "passes/spelling": 2740,  # spells out quantised weights; checkpoints ask for themselves whether they are inlined
+    "passes/unpad": 3286,  # prompts that rows share; int8; the work that packing saves
+    "passes/writing": 2126,  # precision of linear attention; remedies of sites; with the state of delayed FP8 scaling
+    "reasons": 816,  # names that begin so; a copy has a remedy, an estimate has words; a reason without a remedy has that of its page
     "reporting": 2945,  # prompts that rows share; checks, sites and misses print; names of models; a short report
-    "spec": 2093,  # precision of linear attention; whether kernels use AVX-512
+    "spec": 2108,  # precision of linear attention; whether kernels use AVX-512
     # Says what is compiled for another process; the kernels folder is set for graphs with CUDA; a switch of Dynamo is set for each call.
     "torch_private": 3415,  # a module called as compiled; other names of ops; opens tensors that wrap others; ranges in profiles
     "verifying": 2672,
@@ -81,20 +81,20 @@ TEST_LINES = {
     "context_parallel": 4311,  # with tests that stood in torch_private/
     "distributed": 940,
     "export": 886,
-    "fuzz": 9142,  # masks as algebra, computed sizes, faults in them; linear attention's resets and NaN; functions that change
+    "fuzz": 9140,  # masks as algebra, computed sizes, faults in them; linear attention's resets and NaN; functions that change
     "gate": 697,
     "graphs": 144,
     "hf": 8938,  # shared prompts, and experts; a limit that is told again; a hundred sizes and borders of each family; a survey of packages
     "index_expr": 1729,
     "integrations": 1287,  # small models are packed in tests; a SentenceTransformer is compared, and begins with one sentence
-    "lowerings": 35541,  # tables of schedules and of intervals that begin alike, also as decisions
+    "lowerings": 35408,  # tables of schedules and of intervals that begin alike, also as decisions
     "near_miss": 6714,
     "options": 324,  # prompts that rows share; names that begin so
     # The spellings of sinks are a table of their own.
-    "passes": 34571,  # prompts that rows share, on ranks too; int8 without padding; symbolic head dims; masks read in full
+    "passes": 34526,  # prompts that rows share, on ranks too; int8 without padding; symbolic head dims; masks read in full
     "reasons": 431,  # each remedy is held to one short sentence
     "reporting": 2671,  # prompts that rows share; records print; names of models; the short report; each reason has a remedy
-    "spec": 1460,
+    "spec": 1467,
     "torch_private": 2393,  # ranges in profiles; a CUDA in use is planted; the folder of kernels is asked for here, no longer in lowerings
     "verifying": 3121,
     "website": 712,  # README on embedding; pages leave Inductor as it was; sharing; ratios; variables; made tables are held row by row

@@ -11,7 +11,7 @@ import os
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self, dataclass_transform
 
 from attn_compiler.reasons.codes import Code
 
@@ -29,19 +29,22 @@ class AttnCompilerWarning(UserWarning):
     """A warning: compilation went on, but something that was asked for was not done."""
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
+@dataclass_transform(eq_default=False, kw_only_default=True)
 class AttnCompilerError(Exception):
     """Base of every error of this package. A subclass has a `message` template, the fields that fill it, and a code to look up."""
 
     code: ClassVar[Code]
     message: ClassVar[str]
 
+    def __init_subclass__(cls) -> None:
+        dataclass(kw_only=True, eq=False, repr=False)(cls)
+
     def __post_init__(self) -> None:
         self.args = (f"{self.message.format(e=self)} ({self.code})",)
 
     def fields(self) -> dict[str, Any]:
         """Return the keyword arguments that build this error again."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
 
     def __reduce__(self) -> tuple[Callable[..., Self], tuple[Any, ...]]:
         # BaseException would rebuild from the positional args, which a keyword-only class refuses.
@@ -68,7 +71,6 @@ def _rebuild(cls: type[AttnCompilerError], fields: Mapping[str, Any]) -> Any:
     return cls(**fields)
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class UnknownOption(AttnCompilerError):
     """A key of torch.compile's `options` that is neither ours nor Inductor's. ours, inductors: the valid names. instead: advice for a
     removed option."""
@@ -103,7 +105,6 @@ class UnknownOption(AttnCompilerError):
         return ", ".join(self.ours)
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class InvalidOption(AttnCompilerError):
     """A known option with an invalid value. expected: the valid values, in words. value: the given one."""
 
@@ -119,7 +120,6 @@ class InvalidOption(AttnCompilerError):
         return f"{self.value!r} ({type(self.value).__name__})"
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class UnsupportedTorch(AttnCompilerError):
     """The installed torch is older than this package supports. minimum: e.g. "2.11"."""
 
@@ -133,7 +133,6 @@ class UnsupportedTorch(AttnCompilerError):
     minimum: str
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class LoweringUnavailable(AttnCompilerError):
     """options["lowering"] names a lowering that this machine can't run at all. target: the machine, in words."""
 
@@ -152,7 +151,6 @@ class LoweringUnavailable(AttnCompilerError):
         return "; and ".join(str(reason) for reason in self.reasons)
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class NotAnExportedProgram(AttnCompilerError):
     """attn_compiler.rewrite was given something else. given: its class."""
 
@@ -165,7 +163,6 @@ class NotAnExportedProgram(AttnCompilerError):
     given: str
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class ExportUnsupported(AttnCompilerError):
     """attn_compiler.rewrite was asked for something that an exported program can't have. rule: the condition that has to hold. observed:
     the given value. remedy: advice."""
@@ -178,7 +175,6 @@ class ExportUnsupported(AttnCompilerError):
     remedy: str
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class ContextParallelUnsupported(AttnCompilerError):
     """options["context_parallel"]: something in the model would be wrong on a part of the sequence. module: its path. source: its line of
     code. rule: the condition that has to hold. observed: the value found. remedy: advice."""
@@ -204,7 +200,6 @@ class ContextParallelUnsupported(AttnCompilerError):
         return "" if self.remedy is None else f" What to do: {self.remedy}."
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class ContextParallelInput(AttnCompilerError):
     """A method of ContextParallel was given something that it can't split or join. call: the method. names: of the arguments. rule: the
     condition that has to hold. observed: the given value. remedy: advice."""
@@ -223,7 +218,6 @@ class ContextParallelInput(AttnCompilerError):
         return ", ".join(f"{name}=" for name in self.names)
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class PassFailed(AttnCompilerError):
     """A pass raised. site: module path, or the graph's name. cause: the exception's text. reproduce: how to see it."""
 
@@ -239,7 +233,6 @@ class PassFailed(AttnCompilerError):
     reproduce: str
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class CompileFailed(AttnCompilerError):
     """Something of ours failed outside of the passes, or the inner compiler failed on our graph. step: the failed step. graph: its name in
     the report. cause: the exception's text. instead: the fallback without strict=True."""
@@ -254,7 +247,6 @@ class CompileFailed(AttnCompilerError):
     reproduce: str = REPRODUCE
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class KernelFailed(AttnCompilerError):
     """A kernel could not be compiled, or did not start. op: the leaf op of the kernel. step: the failed step. cause: the exception's text.
     instead: the fallback without strict=True."""
@@ -269,7 +261,6 @@ class KernelFailed(AttnCompilerError):
     reproduce: str = REPRODUCE
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class VerifyFailed(AttnCompilerError):
     """A pass broke an invariant of the graph. invariant: the condition that has to hold. observed: the value found."""
 
@@ -285,7 +276,6 @@ class VerifyFailed(AttnCompilerError):
     observed: str
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class VerificationMismatch(AttnCompilerError):
     """options={"verify": True}, first call or first backward: a replaced attention differs from the model's own.
 
@@ -314,7 +304,6 @@ class VerificationMismatch(AttnCompilerError):
     until: str = "options={'lowering': 'untouched'} leaves every attention as the model made it"
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class CudnnRefused(AttnCompilerError):
     """cuDNN does not build a graph, or can't be used. said: its own message, in one line. While a graph is compiled, the error becomes the
     reason for another lowering."""
@@ -328,7 +317,6 @@ class CudnnRefused(AttnCompilerError):
     said: str
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class ReportNotSaved(AttnCompilerError):
     """`save` of a report could not write its file. path: of the file. cause: the system's message."""
 
@@ -342,7 +330,6 @@ class ReportNotSaved(AttnCompilerError):
     cause: str
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class CannotCompare(AttnCompilerError):
     """`compare` or `explain` was given something that it can't run. call: which of the two. rule: the condition that has to hold. observed:
     the given value. remedy: advice."""

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from attn_compiler.reasons.codes import Code
 from attn_compiler.reasons.errors import AttnCompilerError, shortened
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class Fp8RecipeUnused(AttnCompilerError):
     """options["fp8_recipe"] applies to no attention of a graph that has some. modules: their paths; exclude: the recipe's patterns."""
 
@@ -34,7 +31,6 @@ class Fp8RecipeUnused(AttnCompilerError):
         return ", ".join(map(repr, self.exclude))
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class Fp8StateMismatch(AttnCompilerError):
     """load_fp8_state_dict was given other histories than the graphs have. problem: the difference."""
 
@@ -48,7 +44,6 @@ class Fp8StateMismatch(AttnCompilerError):
     problem: str
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class Fp8StateInvalid(AttnCompilerError):
     """load_fp8_state_dict was given values that no history can hold. problems: "layers.0/amax holds nan"."""
 
@@ -66,7 +61,6 @@ class Fp8StateInvalid(AttnCompilerError):
         return shortened(self.problems)
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class Fp8StateOutdated(AttnCompilerError):
     """load_fp8_state_dict was given histories of an earlier version, which kept q's, k's and v's apart. given: their names. wanted: the
     names and shapes of the current ones: "'layers.0/amax' (16, 3)"."""

@@ -31,7 +31,7 @@ class Refused(Exception):
     """A stop of matching, with its reason and node. Internal: becomes a Miss, never reaches a user."""
 
     def __init__(
-        self, *, code: Code, rule: str, observed: str, at: fx.Node, progress: int, remedy: str | None = None
+        self, code: Code, rule: str, observed: str, *, at: fx.Node, progress: int, remedy: str | None = None
     ) -> None:
         super().__init__(rule)
         self.reason = Reason(code=code, rule=rule, observed=observed, remedy=remedy)

@@ -116,53 +116,30 @@ def _require_rewritable(mirror: Mirror, match: Match, scopes: dict[fx.Node, regi
     out = mirror.dynamo_node(match.out)
     if out is None:
         owner = mirror.owner(match.out)
-        raise Refused(
-            code=Code.INSIDE_A_CALL,
-            rule="the attention's output is a value of the captured graph",
-            observed=f"it is inside the call {owner.name if owner else match.out.name}",
-            at=match.out,
-            progress=5,
-        )
+        rule = "the attention's output is a value of the captured graph"
+        observed = f"it is inside the call {owner.name if owner else match.out.name}"
+        raise Refused(Code.INSIDE_A_CALL, rule, observed, at=match.out, progress=5)
     if scopes[out].transforms:
-        raise Refused(
-            code=Code.TRANSFORM,
-            rule="the attention is not inside a transform of torch.func",
-            observed="vmap, grad, vjp or jvp is applied to it in the graph",
-            at=match.out,
-            progress=5,
-        )
+        rule = "the attention is not inside a transform of torch.func"
+        observed = "vmap, grad, vjp or jvp is applied to it in the graph"
+        raise Refused(Code.TRANSFORM, rule, observed, at=match.out, progress=5)
     match.scope = scopes[out].kernels
     stopped = gradients.stopped_at(mirror, match.covered) if gradients.carries(mirror, match.out) else None
     if stopped is not None:
-        raise Refused(
-            code=Code.GRADIENT_STOPPED,
-            rule="the gradient of the output reaches the scores",
-            observed=f"{stopped.name} stops it",
-            at=stopped,
-            progress=5,
-        )
+        rule = "the gradient of the output reaches the scores"
+        raise Refused(Code.GRADIENT_STOPPED, rule, f"{stopped.name} stops it", at=stopped, progress=5)
     of_site = (*match.covered, *program.sources(match))
     reshaped = mutation.reshaped(mirror, set().union(*map(mutation.storages, of_site)))
     if reshaped is not None:
-        raise Refused(
-            code=Code.RESHAPED_IN_PLACE,
-            rule="no tensor of the attention changes its shape in place",
-            observed=f"{reshaped.target} ({reshaped.name})",
-            at=reshaped,
-            progress=5,
-        )
+        rule = "no tensor of the attention changes its shape in place"
+        raise Refused(Code.RESHAPED_IN_PLACE, rule, f"{reshaped.target} ({reshaped.name})", at=reshaped, progress=5)
     for name, operand in (("q", match.q), ("k", match.k), ("v", match.v)):
         dynamo = mirror.dynamo_node(operand.root)
         value = dynamo.meta.get("example_value") if dynamo is not None else None
         kind = tensor_kind(value) if isinstance(value, torch.Tensor) else None
         if kind is not None:
-            raise Refused(
-                code=Code.CLOSED_TENSOR,
-                rule="q, k and v are plain strided tensors",
-                observed=f"{name} is {kind}",
-                at=match.out,
-                progress=5,
-            )
+            rule = "q, k and v are plain strided tensors"
+            raise Refused(Code.CLOSED_TENSOR, rule, f"{name} is {kind}", at=match.out, progress=5)
 
 
 def _closed(node: fx.Node) -> Reason:

@@ -101,10 +101,14 @@ def _taken(
 def chosen(spec: LinearSpec, options: Options) -> Decision:
     """Choose the lowering of a call on its device."""
     target = Target.current(spec.device)
-    asked = tuple(name for name in options.asked or () if name in (*lowerings.LINEAR_NAMES, UNTOUCHED))
     return lowerings.linear_table.decide(
-        spec, target, asked or None, lambda name: lowerings.has_failed(name, spec, target)
+        spec, target, _asked(options), lambda name: lowerings.has_failed(name, spec, target)
     )
+
+
+def _asked(options: Options) -> tuple[str, ...] | None:
+    """Return the lowerings named by the user that may serve a call; None if there are none."""
+    return tuple(name for name in options.asked or () if name in (*lowerings.LINEAR_NAMES, UNTOUCHED)) or None
 
 
 # ---- the spec ----------------------------------------------------------------------------------------------------------

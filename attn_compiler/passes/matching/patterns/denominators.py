@@ -103,14 +103,10 @@ def read(mirror: Mirror, sums: Sums, own: frozenset[fx.Node], out: fx.Node) -> R
     after, own_lse = mirror.dynamo_node(out), mirror.dynamo_node(found[0])
     early = [] if own_lse is None or after is None else _made_before(own_lse, after, {mirror.owner(x) for x in own})
     if len(found) > 1 or own_lse is None or after is None or not _may_wait(mirror, early, found[0], out):
-        raise Refused(
-            code=Code.OTHER_OUTPUT,
-            rule="one logsumexp of the scores is read, and what is made of it can wait for the output",
-            observed=f"{found[-1].name} is read{' before ' + out.name + ' is made' if len(found) == 1 else ', too'}",
-            at=found[0],
-            progress=4,
-            remedy="take one logsumexp, and compute the output before what is made of the logsumexp",
-        )
+        rule = "one logsumexp of the scores is read, and what is made of it can wait for the output"
+        observed = f"{found[-1].name} is read{' before ' + out.name + ' is made' if len(found) == 1 else ', too'}"
+        remedy = "take one logsumexp, and compute the output before what is made of the logsumexp"
+        raise Refused(Code.OTHER_OUTPUT, rule, observed, at=found[0], progress=4, remedy=remedy)
     return ReadLse(node=found[0], dims=sums.lses[found[0]])
 
 
@@ -166,7 +162,7 @@ def check(softmax: Softmax, scores: Scores, *, is_masked_later: bool, is_of_othe
         observed, remedy = "a column of sinks joined them first", "take the logsumexp of the scores without the column"
     if observed is not None:
         rule = "the logsumexp that is read is that of the scores as the softmax has them"
-        raise Refused(code=Code.SCORES_READ, rule=rule, observed=observed, at=softmax.node, progress=4, remedy=remedy)
+        raise Refused(Code.SCORES_READ, rule, observed, at=softmax.node, progress=4, remedy=remedy)
 
 
 def check_maximum(mirror: Mirror, steps: list[Step]) -> None:
@@ -175,11 +171,7 @@ def check_maximum(mirror: Mirror, steps: list[Step]) -> None:
         for maximum in (x for x in step.uses if x.target in score_steps.MAXIMA):
             learned = [x for x in maximum.all_input_nodes if x not in step.uses and gradients.carries(mirror, x)]
             if learned:
-                raise Refused(
-                    code=Code.WRITTEN_BY_HAND,
-                    rule="what a row's maximum is taken over is read by the sum, too, or wants no gradient",
-                    observed=f"{maximum.name} reads {learned[0].name}, whose gradient is zeros",
-                    at=maximum,
-                    progress=4,
-                    remedy="detach it, or leave it out of the maximum",
-                )
+                rule = "what a row's maximum is taken over is read by the sum, too, or wants no gradient"
+                observed = f"{maximum.name} reads {learned[0].name}, whose gradient is zeros"
+                remedy = "detach it, or leave it out of the maximum"
+                raise Refused(Code.WRITTEN_BY_HAND, rule, observed, at=maximum, progress=4, remedy=remedy)

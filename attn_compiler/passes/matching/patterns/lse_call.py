@@ -47,11 +47,6 @@ def _output(anchor: fx.Node, index: int) -> fx.Node:
 
 
 def _refuse(anchor: fx.Node, observed: str) -> NoReturn:
-    raise Refused(
-        code=Code.OTHER_OUTPUT,
-        rule="of a call with a logsumexp the output is taken out first, and each once",
-        observed=observed,
-        remedy="take the output out of the call before the logsumexp, and each of the two once",
-        at=anchor,
-        progress=1,
-    )
+    rule = "of a call with a logsumexp the output is taken out first, and each once"
+    remedy = "take the output out of the call before the logsumexp, and each of the two once"
+    raise Refused(Code.OTHER_OUTPUT, rule, observed, at=anchor, progress=1, remedy=remedy)

@@ -52,24 +52,16 @@ def match_call(mirror: Mirror, call: SdpaCall) -> Match:
         return _match(mirror, call, q, k, v)
     except AxisError as error:
         raise Refused(
-            code=Code.AXES,
-            rule="every axis of q, k, v and the mask is known",
-            observed=str(error),
-            at=call.anchor,
-            progress=2,
+            Code.AXES, "every axis of q, k, v and the mask is known", str(error), at=call.anchor, progress=2
         ) from error
 
 
 def _tensor(anchor: fx.Node, name: str) -> fx.Node:
     node = views.argument(anchor, name)
     if not isinstance(node, fx.Node) or views.value(node).dim() < 2:
-        raise Refused(
-            code=Code.ARGUMENTS,
-            rule="q, k and v have at least 2 dimensions",
-            observed=f"{name} has {views.value(node).dim()}" if isinstance(node, fx.Node) else f"{name} is {node}",
-            at=anchor,
-            progress=0,
-        )
+        rule = "q, k and v have at least 2 dimensions"
+        observed = f"{name} has {views.value(node).dim()}" if isinstance(node, fx.Node) else f"{name} is {node}"
+        raise Refused(Code.ARGUMENTS, rule, observed, at=anchor, progress=0)
     return node
 
 
@@ -154,35 +146,23 @@ def _scale(mirror: Mirror, anchor: fx.Node, d_qk: Atom) -> tuple[float, tuple[Fa
     given = views.argument(anchor, "scale")
     if given is None:
         if not d_qk.size.is_Integer:
-            raise Refused(
-                code=Code.ARGUMENTS,
-                rule="the default scale needs a static head dim",
-                observed=f"head dim {d_qk.size}",
-                remedy="pass scale= as a number, compile without dynamic=True, or call torch._dynamo.mark_static(q, -1)",
-                at=anchor,
-                progress=1,
-            )
+            rule = "the default scale needs a static head dim"
+            observed = f"head dim {d_qk.size}"
+            remedy = "pass scale= as a number, compile without dynamic=True, or call torch._dynamo.mark_static(q, -1)"
+            raise Refused(Code.ARGUMENTS, rule, observed, at=anchor, progress=1, remedy=remedy)
         return 1.0 / math.sqrt(int(d_qk.size)), ()
     known = constants.number(mirror, given)
     if known is not None:
         return known, ()
     if isinstance(given, fx.Node) and mirror.dynamo_node(given) is not None:
         return 1.0, (Factor(node=given),)
-    raise Refused(
-        code=Code.ARGUMENTS, rule="scale is a number of the graph", observed=f"scale {given}", at=anchor, progress=1
-    )
+    raise Refused(Code.ARGUMENTS, "scale is a number of the graph", f"scale {given}", at=anchor, progress=1)
 
 
 def _number(given: Any, anchor: fx.Node) -> float:
     if isinstance(given, (int, float)):
         return given
-    raise Refused(
-        code=Code.ARGUMENTS,
-        rule="dropout_p is known while compiling",
-        observed=f"dropout_p {given}",
-        at=anchor,
-        progress=1,
-    )
+    raise Refused(Code.ARGUMENTS, "dropout_p is known while compiling", f"dropout_p {given}", at=anchor, progress=1)
 
 
 def _mask(mirror: Mirror, call: SdpaCall, score_dims: Dims) -> Term | None:

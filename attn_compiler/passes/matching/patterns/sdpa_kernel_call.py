@@ -67,22 +67,13 @@ def _output(mirror: Mirror, anchor: fx.Node) -> fx.Node:
         index, readers = node.args[1], _readers(mirror, node)
         if index != 0 and readers:
             name = names[index] if isinstance(index, int) else ""
-            raise Refused(
-                code=Code.OTHER_OUTPUT,
-                rule="of the kernel's outputs only the attention's is used",
-                observed=f"{name or f'output {index}'} is used by {readers[0].name}",
-                at=node,
-                progress=4,
-            )
+            rule = "of the kernel's outputs only the attention's is used"
+            observed = f"{name or f'output {index}'} is used by {readers[0].name}"
+            raise Refused(Code.OTHER_OUTPUT, rule, observed, at=node, progress=4)
     found = [node for node in outputs if node.args[1] == 0]
     if len(found) != 1:
-        raise Refused(
-            code=Code.OTHER_OUTPUT,
-            rule="the attention's output is taken out of the call once",
-            observed=f"it is taken out {len(found)} times",
-            at=anchor,
-            progress=1,
-        )
+        rule = "the attention's output is taken out of the call once"
+        raise Refused(Code.OTHER_OUTPUT, rule, f"it is taken out {len(found)} times", at=anchor, progress=1)
     return found[0]
 
 
@@ -121,4 +112,4 @@ def _value(anchor: fx.Node, name: str) -> torch.Tensor:
 
 
 def _refuse(anchor: fx.Node, rule: str, observed: str) -> NoReturn:
-    raise Refused(code=Code.ARGUMENTS, rule=rule, observed=observed, remedy=_REMEDY, at=anchor, progress=2)
+    raise Refused(Code.ARGUMENTS, rule, observed, at=anchor, progress=2, remedy=_REMEDY)

@@ -55,7 +55,7 @@ def match(mirror: Mirror, anchor: fx.Node) -> Match:
     softmax = softmaxes.read(mirror, anchor)
     if softmax is None:
         rule, observed = "the softmax runs over one axis", f"it runs over {views.argument(anchor, 'dim')}"
-        raise Refused(code=Code.SOFTMAX_AXIS, rule=rule, observed=observed, at=anchor, progress=0)
+        raise Refused(Code.SOFTMAX_AXIS, rule, observed, at=anchor, progress=0)
     product, steps = _to_product(mirror, softmax)
     try:
         with contextlib.suppress(AxisError) if softmax.is_divided else contextlib.nullcontext():
@@ -69,7 +69,7 @@ def match(mirror: Mirror, anchor: fx.Node) -> Match:
     except AxisError as error:
         rule = "every axis and every step of the scores can be followed"
         code = Code.AXES if softmax.is_divided else Code.WRITTEN_BY_HAND
-        raise Refused(code=code, rule=rule, observed=str(error), at=anchor, progress=4) from error
+        raise Refused(code, rule, str(error), at=anchor, progress=4) from error
 
 
 def _to_product(mirror: Mirror, softmax: Softmax) -> tuple[Contraction, list[Step]]:
@@ -79,14 +79,10 @@ def _to_product(mirror: Mirror, softmax: Softmax) -> tuple[Contraction, list[Ste
     if found is not None:
         return found
     depth, stopped = max(deepest, key=lambda d: d[0])
-    raise Refused(
-        code=Code.BEFORE_SOFTMAX,
-        rule="between the product q kᵀ and the softmax stand only scales, masks, biases, softcap, casts and views",
-        observed=f"{stopped.target if stopped.op == 'call_function' else stopped.op} ({stopped.name})",
-        at=stopped,
-        progress=1 + min(depth, 1),
-        remedy=_JOIN_KEYS if stopped.target in (aten.cat.default, aten.concat.default) else None,
-    )
+    rule = "between the product q kᵀ and the softmax stand only scales, masks, biases, softcap, casts and views"
+    observed = f"{stopped.target if stopped.op == 'call_function' else stopped.op} ({stopped.name})"
+    remedy = _JOIN_KEYS if stopped.target in (aten.cat.default, aten.concat.default) else None
+    raise Refused(Code.BEFORE_SOFTMAX, rule, observed, at=stopped, progress=1 + min(depth, 1), remedy=remedy)
 
 
 def _climb(
@@ -204,13 +200,11 @@ def _check_divided(
 ) -> None:
     """Require that exponentials are divided by their sum, and by no number that comes from the scores in another way."""
     if sunk is None or is_read:
-        raise Refused(
-            code=Code.WRITTEN_BY_HAND,
-            rule="a written-out softmax divides exponentials, or their product with v, by their sum, and nothing else reads them",
-            observed=f"{softmax.node.name} is {'read elsewhere, too' if is_read else 'divided by another or a changed sum'}",
-            at=softmax.node,
-            progress=3,
+        rule = "a written-out softmax divides exponentials, or their product with v, by their sum, and nothing else reads them"
+        observed = (
+            f"{softmax.node.name} is {'read elsewhere, too' if is_read else 'divided by another or a changed sum'}"
         )
+        raise Refused(Code.WRITTEN_BY_HAND, rule, observed, at=softmax.node, progress=3)
     own = frozenset({*softmax.nodes, *sunk.nodes, *(s.node for s in steps), *(u for s in steps for u in s.uses)})
     _check_readers(mirror, own, product, steps)
 
@@ -219,14 +213,10 @@ def _check_addend(mirror: Mirror, product: Contraction) -> None:
     """Refuse an unused addend (beta=0) that carries a gradient: the caller may ask for it, and it is zeros."""
     addend = product.node.args[0]
     if product.beta == 0 and isinstance(addend, fx.Node) and gradients.carries(mirror, addend):
-        raise Refused(
-            code=Code.PRODUCT_ADDS,
-            rule="what a product adds takes part in the result, or wants no gradient",
-            observed=f"{product.node.name} adds it with beta=0",
-            at=product.node,
-            progress=2,
-            remedy="leave the added tensor out (torch.bmm), or detach it",
-        )
+        rule = "what a product adds takes part in the result, or wants no gradient"
+        observed = f"{product.node.name} adds it with beta=0"
+        remedy = "leave the added tensor out (torch.bmm), or detach it"
+        raise Refused(Code.PRODUCT_ADDS, rule, observed, at=product.node, progress=2, remedy=remedy)
 
 
 def _fresh_labels(product: Contraction) -> dict[int, Dim]:
@@ -249,7 +239,7 @@ def _roles(anchor: fx.Node, product: Contraction, meaning: dict[int, Dim], key: 
             return right, axes.resolve(meaning[query]), tuple(meaning[label] for label in batch)
     rule = "the softmax runs over exactly the free axis of one operand of the product: the keys"
     observed = f"{anchor.name} runs over another axis of {product.node.name}"
-    raise Refused(code=Code.SOFTMAX_AXIS, rule=rule, observed=observed, at=anchor, progress=2)
+    raise Refused(Code.SOFTMAX_AXIS, rule, observed, at=anchor, progress=2)
 
 
 def _check_readers(mirror: Mirror, allowed: frozenset[fx.Node], product: Contraction, steps: list[Step]) -> None:
@@ -268,14 +258,9 @@ def _check_readers(mirror: Mirror, allowed: frozenset[fx.Node], product: Contrac
             is_cheap = _reaches_softmax(mirror, node, user) or not gradients.carries(mirror, at)
             joins = is_written or not allowed.isdisjoint(reached([user], attrgetter("users")))
             if joins or not is_cheap:
-                raise Refused(
-                    code=Code.SCORES_READ,
-                    rule="nothing besides the softmax takes a gradient to the scores, changes them or joins them again",
-                    observed=f"{'the graph returns' if at is node else user.name + ' reads'} {node.name}",
-                    remedy=_JOINED if joins else None,
-                    at=at,
-                    progress=4,
-                )
+                rule = "nothing besides the softmax takes a gradient to the scores, changes them or joins them again"
+                observed = f"{'the graph returns' if at is node else user.name + ' reads'} {node.name}"
+                raise Refused(Code.SCORES_READ, rule, observed, at=at, progress=4, remedy=_JOINED if joins else None)
 
 
 def _reaches_softmax(mirror: Mirror, scores: fx.Node, node: fx.Node) -> bool:
@@ -314,13 +299,9 @@ def _values(
     meaning = dict(zip(w_labels, weights, strict=True))
     contracted = [a for label in weighted.contracted for a in axes.resolve(meaning[label])]
     if contracted != list(axes.resolve(key)):
-        raise Refused(
-            code=Code.SOFTMAX_AXIS,
-            rule="the product with v contracts the axis that the softmax ran over",
-            observed=f"{weighted.node.name} sums over another axis than {anchor.name}",
-            at=weighted.node,
-            progress=4,
-        )
+        rule = "the product with v contracts the axis that the softmax ran over"
+        observed = f"{weighted.node.name} sums over another axis than {anchor.name}"
+        raise Refused(Code.SOFTMAX_AXIS, rule, observed, at=weighted.node, progress=4)
     if len(free) != 1:
         raise AxisError(f"{weighted.node.name} leaves {len(free)} axes of v, and not its head dim alone")
     size = axes.shape_exprs(views.value(v_node))[v_labels.index(free[0])]

@@ -70,14 +70,9 @@ def to_values(mirror: Mirror, anchor: fx.Node, own: Collection[fx.Node] = ()) ->
                 return Way(nodes=tuple(path[1:]), product=product, is_read=_has_other_readers(mirror, path, user, own))
             if _carried(mirror, user) is path[-1]:
                 paths.append([*path, user])
-    raise Refused(
-        code=Code.AFTER_SOFTMAX,
-        rule="the softmax is followed by a product with v, after views, casts, dropout and the scores' own mask only",
-        observed=f"{furthest.name} is used by {', '.join(u.name for u in furthest.users) or 'nothing'}",
-        at=furthest,
-        progress=3,
-        remedy=_remedy(furthest),
-    )
+    rule = "the softmax is followed by a product with v, after views, casts, dropout and the scores' own mask only"
+    observed = f"{furthest.name} is used by {', '.join(u.name for u in furthest.users) or 'nothing'}"
+    raise Refused(Code.AFTER_SOFTMAX, rule, observed, at=furthest, progress=3, remedy=_remedy(furthest))
 
 
 def _remedy(weights: fx.Node) -> str | None:
@@ -193,13 +188,9 @@ def follow(mirror: Mirror, anchor: fx.Node, way: Way, scores: Scores, key: Dim, 
             rows.append(_kept(*one))
     scores.keeps += rows
     if column:
-        raise Refused(
-            code=Code.SINK_COLUMN,
-            rule="the sink column is dropped again",
-            observed=f"weights of the column in {anchor.name} reach the values",
-            at=anchor,
-            progress=4,
-        )
+        rule = "the sink column is dropped again"
+        observed = f"weights of the column in {anchor.name} reach the values"
+        raise Refused(Code.SINK_COLUMN, rule, observed, at=anchor, progress=4)
     return dims
 
 
