@@ -43,7 +43,7 @@ LINES = {
     "lowerings/fp8": 1756,
     "lowerings/graph_ops": 553,
     "lowerings/hopper": 5438,
-    "lowerings/linear": 4310,  # passes and gradients of chunks for Hopper, in Gluon, of the state space, too
+    "lowerings/linear": 4312,  # passes and gradients of chunks for Hopper, in Gluon, of the state space, too
     "lowerings/plain": 670,
     "lowerings/rows": 615,  # runs whose ends go on by one key a query, as in rows that share a prompt
     "lowerings/sdpa": 344,

@@ -22,7 +22,7 @@ from website import prose
 # Codes.
 PACKAGE = Path(errors.__file__).parents[1]
 #: makes a reason, or becomes one; and where in its arguments the code stands, if it has no name there
-MAKERS = {"Reason": None, "Refused": None, "KeepsPadding": 0, "refuse": 0}
+MAKERS = {"Reason": None, "Refused": 0, "KeepsPadding": 0, "refuse": 0}
 #: gives on the code that it was given
 PASSED_ON = "code"
 

@@ -145,15 +145,17 @@ def _channel_gradients(call: LinearTensors) -> None:
     """Compute the gradients of `_chunk_gradients` where each channel has a decay."""
     sizes, named = call.sizes, call.named
     many, q = (sizes.batch, sizes.heads, sizes.chunks), named["q"]
-    parts = (sizes.batch, sizes.length, sizes.heads, sizes.dim_k)
-    named.update({name: empty(parts, q) for name in ("part_q", "part_k", "part_late")})
+    rows = (sizes.batch, sizes.length, sizes.heads, sizes.dim_k)
+    named.update({name: empty(rows, q) for name in ("part_q", "part_k", "part_late")})
     named.update({name: empty((*many, sizes.chunk, sizes.chunk), q) for name in ("grad_pairs", "grad_lower")})
-    named.update(ends=empty((*many, wide(sizes.dim_k)), q), part_beta=empty((sizes.shares, *parts[:3]), q))
+    named.update(ends=empty((*many, wide(sizes.dim_k)), q), part_beta=empty((sizes.shares, *rows[:3]), q))
     named["spoiled"] = torch.empty(many, dtype=torch.int32, device=q.device)
     named["grad_sums"] = empty((*many, sizes.chunk, wide(sizes.dim_k)), q)
     programs = sizes.rows * sizes.chunks
     call.run(channel_backward.channel_gradients, programs * sizes.shares, stages=1, BV=sizes.fewer_columns)
-    call.run(channel_backward.channel_pair_gradients, programs * (sizes.chunk // _BLOCK))
+    # The gradient of g is a difference of large sums: in one part it would be three times as far off.
+    parts = 2 if sizes.parts == 1 else sizes.parts
+    call.run(channel_backward.channel_pair_gradients, programs * (sizes.chunk // _BLOCK), PARTS=parts)
     call.run(channel_backward.decay_gradients, programs)
 
 
