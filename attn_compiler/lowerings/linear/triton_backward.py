@@ -122,8 +122,8 @@ def _hopper_gradients(call: LinearTensors) -> None:
 
 
 def _space_gradients(call: LinearTensors, skip: Tensor | None) -> Tensor | None:
-    """Compute the results of `_chunk_gradients` by one program for a chunk of some heads that share q and k, whose gradients of q and k it
-    adds up. To begin and to end takes it as long as some two heads."""
+    """Compute the results of `_chunk_gradients`. A program takes a chunk of some heads that share q and k, and adds up their gradients of
+    both. Its beginning and end cost as much time as two heads."""
     from attn_compiler.lowerings.linear.kernels.space_sm90 import space_gradients_sm90
 
     sizes, named, many = call.sizes, call.named, processors(call.same.device)

@@ -33,8 +33,7 @@ def _not_at_a_vector() -> Tensor:
     """A tensor whose storage itself begins between vectors."""
     memory = torch.zeros(4 * _S * _H * 128 + 64, dtype=torch.uint8)
     begin = -memory.data_ptr() % 16 + 2
-    inner = memory.numpy()[begin : begin + 4 * _S * _H * 128]
-    return torch.from_numpy(inner).view(torch.bfloat16).view(2, _S, _H, 128)
+    return torch.from_numpy(memory.numpy()[begin : begin + 4 * _S * _H * 128]).view(torch.bfloat16).view(2, _S, _H, 128)
 
 
 def _heads_first() -> Tensor:
@@ -51,12 +50,11 @@ def _is_on_hopper(name: str, change: dict[str, Callable[[], Tensor]], *, out: st
     g = torch.zeros(2, _S, _H, *((128,) if name == "channel" else ()))
     given = {"q": q, "k": k, "v": v, "g": g, "beta": g if name != "channel" else g[..., 0]}
     grads = [made["grad"](), torch.zeros(2, _H, 128, 128)] if "grad" in made else []
-    op = "linear_chunks_backward" if grads else "linear_chunks"
     with (
         mock.patch.object(triton_tensors, "_has_wgmma", return_value=has_wgmma),
         mock.patch.object(triton_tensors, "call_cache", return_value=CallCache(device=q.device)),
     ):
-        return LinearTensors.of(op, given, form.text, *grads).on_hopper
+        return LinearTensors.of(f"linear_chunks{'_backward' * bool(grads)}", given, form.text, *grads).on_hopper
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
+from attn_compiler.lowerings import homes
 from attn_compiler.lowerings.shared.calls import by_definition
 from attn_compiler.lowerings.shared.calls.arguments import prepare
 from attn_compiler.lowerings.shared.calls.by_definition import philox
@@ -144,6 +145,7 @@ def test_philox() -> None:
 
 
 # Elements of a learned table.
+homes.define("gathered")
 GATHERED: Any = torch.ops.attn_compiler.gathered
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
